@@ -1,0 +1,29 @@
+"""Everything that the rules may look at: facts, the quantisation scheme, and what to call the source in commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nextn.inspect.facts import Facts
+from nextn.inspect.quant.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint under inspection.
+
+    Attributes:
+        facts: from headers.
+        schemes: quantisation declarations, the one that engines read first; empty where nothing is declared.
+    """
+
+    facts: Facts
+    schemes: tuple[Scheme, ...] = ()
+
+    @property
+    def scheme(self) -> Scheme | None:
+        return self.schemes[0] if self.schemes else None
+
+    @property
+    def source(self) -> str:
+        return self.facts.checkpoint.source

@@ -1,0 +1,1 @@
+"""Findings: one pure function each, from facts to findings."""

@@ -1,0 +1,93 @@
+"""Do files and index agree, and is every file there?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nextn.inspect.case import Case
+from nextn.inspect.findings import Finding
+from nextn.inspect.rules.words import listing, plural
+
+
+def shard_missing(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    absent = facts.checkpoint.absent_files
+    if not absent:
+        return
+    lost = facts.missing_by_index
+    part = f", among them {plural(len(lost), 'head tensor')}" if lost else ""
+    keys = tuple(k for k, f in (facts.checkpoint.index or {}).items() if f in set(absent))
+    yield Finding(
+        "shard-missing",
+        "error",
+        f"The index names {plural(len(absent), 'file that is', 'files that are')} not there: {listing(absent)}. "
+        f"{plural(len(keys), 'tensor')} should be in {'it' if len(absent) == 1 else 'them'}{part}.",
+        "Download the missing files, or take them out of the index if they were left out on purpose.",
+        keys,
+    )
+
+
+def shard_unindexed(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    if facts.checkpoint.index is None:
+        return
+    files = unindexed_files(case)
+    if not files:
+        return
+    keys = tuple(k for k, t in facts.checkpoint.tensors.items() if t.file in files)
+    if not keys:
+        return
+    heads = sum(t.weight.file in files for t in facts.head.values())
+    part = f" ({plural(heads, 'of them a head tensor', 'of them head tensors')})" if heads else ""
+    yield Finding(
+        "shard-unindexed",
+        "warning",
+        f"The index does not name {listing(sorted(files))}, so engines do not read the "
+        f"{plural(len(keys), 'tensor')} in {'it' if len(files) == 1 else 'them'}{part}.",
+        f"Write the index anew: nextn merge {case.source} {case.source} OUT.",
+        keys,
+    )
+
+
+def unindexed_files(case: Case) -> frozenset[str]:
+    """Files on disk that an index exists for and does not name."""
+    checkpoint = case.facts.checkpoint
+    if checkpoint.index is None:
+        return frozenset()
+    return frozenset(checkpoint.files) - frozenset(checkpoint.index.values())
+
+
+def index_stale(case: Case) -> Iterator[Finding]:
+    """Entries of the index that the named file, which is there, does not hold."""
+    checkpoint = case.facts.checkpoint
+    absent = set(checkpoint.absent_files)
+    stale = tuple(k for k, f in (checkpoint.index or {}).items() if k not in checkpoint.tensors and f not in absent)
+    if stale:
+        yield Finding(
+            "index-stale",
+            "warning",
+            f"The index lists {plural(len(stale), 'tensor')} that the named files do not hold: {listing(stale)}.",
+            f"Write the index anew: nextn merge {case.source} {case.source} OUT.",
+            stale,
+        )
+
+
+def key_duplicated(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    doubled = facts.checkpoint.duplicates
+    if not doubled:
+        return
+    of_head = {t.weight.key for t in facts.head.values()} & set(doubled)
+    keys = tuple(sorted(of_head)) or tuple(doubled)
+    files = sorted({f for k in keys for f in doubled[k]})
+    yield Finding(
+        "key-duplicated",
+        "warning",
+        f"Several files ({listing(files)}) hold the same {plural(len(keys), 'head tensor' if of_head else 'tensor')}; "
+        "engines read whole files, so which copy wins depends on their order.",
+        f"Write one copy: nextn merge {case.source} HEAD OUT replaces the old head.",
+        keys,
+    )
+
+
+RULES = (shard_missing, shard_unindexed, index_stale, key_duplicated)
