@@ -1,17 +1,16 @@
 """The command line: one flat table from command to function. No logic lives here.
 
-Functions are imported when their command is called, so that `nextn inspect` starts without torch.
+Only the command that is asked for is imported, so that `nextn inspect` starts without torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import click
 import typer
-from typer.core import TyperGroup
 
 from nextn import __version__
 from nextn.errors import NextnError
@@ -24,27 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """command -> (``module:function``, one line of help)."""
 
 
-class Commands(TyperGroup):
-    """Loads each command on first use; its order is the table's."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        target, _ = COMMANDS[cmd_name]
-        module, function = target.split(":")
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        app.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(app)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-
-
-app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+def _load(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return command
 
 
 def _version(asked: bool) -> None:
@@ -53,17 +35,38 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def nextn(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Inspect, train, merge, verify, decode, serve and measure the MTP heads that language models carry."""
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """Entry point: run a command; an expected error becomes two sentences and an exit code."""
+def build(asked: str | None) -> typer.Typer:
+    """The application, with every command listed and only `asked` imported.
+
+    Args:
+        asked: name of the command that will run; others are listed by their line of the table alone.
+    """
+    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+    app.callback()(nextn)
+    for name, (target, line) in COMMANDS.items():
+        if name == asked:
+            app.command(name, short_help=line)(_load(target))
+        else:
+            app.command(name, help=line)(lambda: None)
+    return app
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run a command; an expected error becomes two sentences and an exit code.
+
+    Args:
+        arguments: the command line without the program's name; None for the process's own.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    asked = next((word for word in given if not word.startswith("-")), None)
     try:
-        return app(arguments)
+        build(asked)(given, prog_name="nextn")
     except NextnError as error:
         print(f"error: {error.what}", file=sys.stderr)
         if error.fix:
