@@ -154,7 +154,7 @@ class Family:
                 found = {k: int(v) for k, v in match.groupdict().items()}
                 found.setdefault("i", 0)
                 found["n"] = layers + found["i"]
-                return prefix + _fill(spec.key, found)
+                return prefix + fill(spec.key, found)
         raise KeyError(name)
 
     def locate(self, key: str, *, layers: int = 0) -> Located | None:
@@ -171,7 +171,7 @@ class Family:
                         found["i"] = found.pop("n") - layers
                         if found["i"] < 0:
                             continue
-                    return Located(spec, _fill(spec.name, {"i": 0, **found}), found, prefix)
+                    return Located(spec, fill(spec.name, {"i": 0, **found}), found, prefix)
         return None
 
     def expected(
@@ -189,7 +189,7 @@ class Family:
             for i in range(head_layers) if marks & {"i", "n"} else (0,):
                 for e in range(dims.get("experts", 0)) if "e" in marks else (0,):
                     at = {"i": i, "n": layers + i, "e": e}
-                    yield _fill(spec.name, at), prefix + _fill(spec.key, at), spec.sizes(dims), spec
+                    yield fill(spec.name, at), prefix + fill(spec.key, at), spec.sizes(dims), spec
 
     @cached_property
     def _head_patterns(self) -> tuple[tuple[TensorSpec, re.Pattern[str]], ...]:
@@ -213,7 +213,8 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join(out))
 
 
-def _fill(template: str, indices: Mapping[str, int]) -> str:
+def fill(template: str, indices: Mapping[str, int]) -> str:
+    """Put numbers into a template's placeholders."""
     return re.sub(r"\{(\w)\}", lambda m: str(indices[m[1]]), template)
 
 

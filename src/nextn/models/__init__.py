@@ -1,0 +1,1 @@
+"""Torch modules, one definition for training and for decoding."""
