@@ -245,7 +245,7 @@ def _open_remote_safetensors(hub: Hub, files: list[str], whole: bool, progress: 
     if present and not found:
         raise NextnError(f"No weight file of {hub.facts.repo} can be read: {unreadable[present[0]]}", "Report it.")
     checkpoint = assemble(hub.facts.repo, None, config, found, files=present, index=index, unreadable=unreadable)
-    return replace(checkpoint, remote=hub.facts, read_remote=hub.json_bytes)
+    return replace(checkpoint, remote=hub.facts, read_remote=hub.json_bytes, read_range=hub.read)
 
 
 def _open_remote_gguf(hub: Hub, file: str, progress: Progress | None) -> Checkpoint:

@@ -64,6 +64,7 @@ class Checkpoint:
         misplaced: index entries whose key is not in the file that they name, though that file is there and readable.
         remote: how a hub repository was listed; None for local files and for the hub's cache without a connection.
         read_remote: reads a small remote file whole; None where it is absent.
+        read_range: reads (file, start, length) of a remote file; None for local ones.
     """
 
     source: str
@@ -83,6 +84,7 @@ class Checkpoint:
     misplaced: dict[str, str] = field(default_factory=dict)
     remote: Remote | None = None
     read_remote: Callable[[str], bytes | None] | None = field(default=None, repr=False, compare=False)
+    read_range: Callable[[str, int, int], bytes] | None = field(default=None, repr=False, compare=False)
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the checkpoint, None where it is absent. Raises NextnError where it is not an object."""
