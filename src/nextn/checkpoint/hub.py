@@ -209,7 +209,7 @@ def open_repo(
     ggufs = sorted(n for n in hub.sizes if n.endswith(".gguf"))
     if file is None and not weights and ggufs:
         file = one_gguf(tuple(ggufs), repo)
-    wanted = split_names(file) if file else (*weights, "config.json")
+    wanted = split_names(file) if file else (*weights, "config.json", INDEX_NAME)
     cached = _snapshot(repo, hub.facts.commit)
     if cached is not None and all((cached / name).is_file() for name in wanted if name in hub.sizes):
         return replace(_open_cached(cached, repo, file), remote=hub.facts)
