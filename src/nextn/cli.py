@@ -17,8 +17,14 @@ from nextn.errors import NextnError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("nextn.engine.demo:demo", "Run the whole story on the embedded model, offline."),
+    "extract": ("nextn.surgery.command:extract", "Take a checkpoint's MTP head out as a folder of its own."),
     "generate": ("nextn.engine.command:generate", "Decode with a checkpoint's own MTP head, losslessly."),
     "inspect": ("nextn.inspect.command:inspect", "Say what MTP head a checkpoint carries and which engines run it."),
+    "merge": ("nextn.surgery.command:merge", "Put an MTP head into a checkpoint, quantised or not."),
+    "verify": (
+        "nextn.verify.command:verify",
+        "Prove that a head is whole, that an engine loads it, and that it is wired right.",
+    ),
 }
 """command -> (``module:function``, one line of help)."""
 
