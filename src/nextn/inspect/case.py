@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from nextn.inspect.facts import Facts
+from nextn.inspect.quant.claims import Claims
 from nextn.inspect.quant.scheme import Scheme
 
 
@@ -19,6 +21,10 @@ class Case:
 
     facts: Facts
     schemes: tuple[Scheme, ...] = ()
+
+    @cached_property
+    def claims(self) -> Claims:
+        return Claims(self.facts, self.scheme)
 
     @property
     def scheme(self) -> Scheme | None:

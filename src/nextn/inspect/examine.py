@@ -9,7 +9,8 @@ from nextn.checkpoint.source import Checkpoint
 from nextn.inspect.case import Case
 from nextn.inspect.facts import Facts, gather
 from nextn.inspect.findings import RANK, Finding
-from nextn.inspect.rules import files, head
+from nextn.inspect.quant.read import read_schemes
+from nextn.inspect.rules import files, head, quantised
 
 ENGINES = ("sglang", "vllm", "transformers", "llamacpp", "tensorrt_llm", "nextn")
 
@@ -44,7 +45,10 @@ class Report:
                 "bytes": facts.nbytes,
             },
             "dtypes": facts.dtypes,
-            "quantization": {"method": None, "head": "none"},
+            "quantization": {
+                "method": self.case.scheme.method if self.case.scheme else None,
+                "head": self.case.claims.stored,
+            },
             "findings": [
                 {
                     "code": f.code,
@@ -65,7 +69,7 @@ def examine(checkpoint: Checkpoint) -> Report:
     Raises:
         NextnError: the configuration cannot be understood.
     """
-    case = Case(gather(checkpoint))
-    found = [finding for rule in (*files.RULES, *head.RULES) for finding in rule(case)]
+    case = Case(gather(checkpoint), read_schemes(checkpoint))
+    found = [finding for rule in (*files.RULES, *head.RULES, *quantised.RULES) for finding in rule(case)]
     found.sort(key=lambda f: RANK[f.severity])
     return Report(case, tuple(found))

@@ -29,11 +29,7 @@ def shard_missing(case: Case) -> Iterator[Finding]:
 
 def shard_unindexed(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    if facts.checkpoint.index is None:
-        return
-    files = unindexed_files(case)
-    if not files:
-        return
+    files = set(facts.checkpoint.unindexed_files)
     keys = tuple(k for k, t in facts.checkpoint.tensors.items() if t.file in files)
     if not keys:
         return
@@ -49,19 +45,10 @@ def shard_unindexed(case: Case) -> Iterator[Finding]:
     )
 
 
-def unindexed_files(case: Case) -> frozenset[str]:
-    """Files on disk that an index exists for and does not name."""
-    checkpoint = case.facts.checkpoint
-    if checkpoint.index is None:
-        return frozenset()
-    return frozenset(checkpoint.files) - frozenset(checkpoint.index.values())
-
-
 def index_stale(case: Case) -> Iterator[Finding]:
     """Entries of the index that the named file, which is there, does not hold."""
     checkpoint = case.facts.checkpoint
-    absent = set(checkpoint.absent_files)
-    stale = tuple(k for k, f in (checkpoint.index or {}).items() if k not in checkpoint.tensors and f not in absent)
+    stale = tuple(k for k in checkpoint.misplaced if k not in checkpoint.tensors)
     if stale:
         yield Finding(
             "index-stale",
@@ -90,4 +77,10 @@ def key_duplicated(case: Case) -> Iterator[Finding]:
     )
 
 
-RULES = (shard_missing, shard_unindexed, index_stale, key_duplicated)
+def file_unreadable(case: Case) -> Iterator[Finding]:
+    broken = case.facts.checkpoint.unreadable
+    for name, why in broken.items():
+        yield Finding("file-unreadable", "error", f"{name}: {why}", f"Download {name} again.", ())
+
+
+RULES = (file_unreadable, shard_missing, shard_unindexed, index_stale, key_duplicated)

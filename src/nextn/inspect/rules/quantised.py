@@ -1,0 +1,266 @@
+"""Do the quantisation claims hold for what the headers say?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nextn.inspect.case import Case
+from nextn.inspect.findings import Finding
+from nextn.inspect.quant.stored import SCALE_PARTS, split_key
+from nextn.inspect.rules.words import listing, plural
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+         "up_proj": "gate_up_proj"}  # fmt: skip
+"""Projection in the checkpoint -> the fused module that engines build."""
+
+EXPANDED_EVERYWHERE = ("modelopt", "fp8", "awq", "gptq", "bitsandbytes")
+"""Methods for which every engine that nextn has read expands fused names by itself, or matches other than by name."""
+
+
+def quant_unlisted(case: Case) -> Iterator[Finding]:
+    scheme = case.scheme
+    if scheme is None:
+        return
+    by_prefix = [rule for rule, _ in case.claims.missed]
+    wrong = [
+        m
+        for m in case.claims.head
+        if m.full
+        and case.claims.quantised(m)
+        and not any(rule.matches_normalised(name) for rule in by_prefix for name in m.aliases)
+    ]
+    if wrong:
+        yield Finding(
+            "quant-unlisted",
+            "error",
+            f"{scheme.file} ({scheme.method}{' ' + scheme.algorithm if scheme.algorithm else ''}) claims that "
+            f"{plural(len(wrong), 'head tensor is', 'head tensors are')} quantised, but the header says "
+            f"{wrong[0].tensor.weight.dtype}: {listing([m.module for m in wrong])}.",
+            f"Exempt the head in the scheme's own list: {exemption(case, [m.module for m in wrong])}; "
+            "nextn merge writes it.",
+            tuple(m.tensor.weight.key for m in wrong),
+        )
+
+
+def exemption(case: Case, modules: list[str]) -> str:
+    """The list entry, in the scheme's own form, that exempts modules of the head."""
+    assert case.scheme is not None
+    method = case.scheme.method
+    root = "mtp" if any(m.startswith("mtp.") or ".mtp." in m for m in modules) else modules[0].rpartition(".")[0]
+    literal = root.replace(".", "\\.")
+    if method.startswith("gptq"):
+        return f'"dynamic": {{"-:.*{literal}.*": {{}}}}'
+    if method.startswith("modelopt"):
+        key = "ignore" if case.scheme.file == "config.json" else "exclude_modules"
+        return f'"{key}": ["{root}*"]'
+    if method == "compressed-tensors":
+        return f'"ignore": ["re:.*{literal}.*"]'
+    if method == "quark":
+        return f'"exclude": ["re:.*{literal}.*"]'
+    if method.startswith("auto"):
+        return f'"extra_config": {{".*{literal}.*": {{"bits": 16, "data_type": "float"}}}}'
+    if method == "bitsandbytes":
+        return f'"llm_int8_skip_modules": ["{root}"]'
+    return (
+        '"modules_to_not_convert": ['
+        + ", ".join(f'"{m}"' for m in modules[:4])
+        + ("]" if len(modules) <= 4 else ", …]")
+    )
+
+
+def quant_listed_unfused(case: Case) -> Iterator[Finding]:
+    scheme = case.scheme
+    if scheme is None or scheme.method.startswith(EXPANDED_EVERYWHERE):
+        return
+    named: list[str] = []
+    for module in case.claims.head:
+        parent, _, part = module.module.rpartition(".")
+        if not module.full or part not in FUSED or ".experts" in module.module:
+            continue
+        by_name = any(r.exempts and r.kind in ("exact", "name") for r in scheme.matching(module.module))
+        fused = f"{parent}.{FUSED[part]}"
+        if by_name and scheme.claims_quantised(fused):
+            named.append(module.module)
+    if named:
+        fused_names = sorted({f"{m.rpartition('.')[0]}.{FUSED[m.rpartition('.')[2]]}" for m in named})
+        yield Finding(
+            "quant-listed-unfused",
+            "warning",
+            f"{scheme.file} exempts {plural(len(named), 'projection')} of the head one by one ({listing(named)}); "
+            f"engines build {listing(fused_names)}, and a version that does not expand the fused name misses them.",
+            f"Name the fused modules too, or use an expression: {exemption(case, named)}.",
+            tuple(named),
+        )
+
+
+def quant_fused_split(case: Case) -> Iterator[Finding]:
+    """Parts of one fused module of which the list exempts some and not others."""
+    scheme = case.scheme
+    if scheme is None:
+        return
+    groups: dict[str, dict[str, bool]] = {}
+    for module in case.claims.head:
+        parent, _, part = module.module.rpartition(".")
+        if part in FUSED and ".experts" not in module.module:
+            groups.setdefault(f"{parent}.{FUSED[part]}", {})[module.module] = case.claims.quantised(module)
+    for fused, parts in groups.items():
+        if len(set(parts.values())) == 2:
+            exempt = [m for m, q in parts.items() if not q]
+            yield Finding(
+                "quant-fused-split",
+                "error",
+                f"{scheme.file} exempts {listing(exempt)} but not the other parts of {fused}, "
+                "which engines build as one module; they refuse to load it.",
+                "Exempt all parts or none, as they are stored.",
+                tuple(parts),
+            )
+
+
+def quant_exempt_quantised(case: Case) -> Iterator[Finding]:
+    scheme = case.scheme
+    if scheme is None:
+        return
+    wrong = [m for m in case.claims.head if not m.full and not case.claims.quantised(m)]
+    if wrong:
+        yield Finding(
+            "quant-exempt-quantised",
+            "error",
+            f"{scheme.file} says that {plural(len(wrong), 'head tensor is', 'head tensors are')} not quantised, "
+            f"but the header says {wrong[0].tensor.weight.dtype}: {listing([m.module for m in wrong])}.",
+            "Take the entries that match these tensors out of the list.",
+            tuple(m.tensor.weight.key for m in wrong),
+        )
+
+
+def quant_undeclared(case: Case) -> Iterator[Finding]:
+    quantised = [m for m in case.claims.head if not m.full]
+    if quantised and case.scheme is None and case.facts.checkpoint.kind != "gguf":
+        yield Finding(
+            "quant-undeclared",
+            "error",
+            f"{plural(len(quantised), 'head tensor is', 'head tensors are')} stored quantised "
+            f"({quantised[0].tensor.weight.dtype}), but no quantisation is declared anywhere.",
+            "Restore quantization_config in config.json from the model that the head was taken from.",
+            tuple(m.tensor.weight.key for m in quantised),
+        )
+
+
+def quant_config_conflict(case: Case) -> Iterator[Finding]:
+    if len(case.schemes) < 2:
+        return
+    first = case.schemes[0]
+    for other in case.schemes[1:]:
+        if first.algorithm and other.algorithm and first.algorithm.upper() != other.algorithm.upper():
+            yield Finding(
+                "quant-config-conflict",
+                "warning",
+                f"{first.file} declares {first.algorithm}, {other.file} declares {other.algorithm}; engines read "
+                f"{first.file} first.",
+                f"Make the two files agree, or delete {other.file}.",
+                (),
+            )
+            continue
+        claims = case.claims
+        differ = [m for m in claims.matrices if first.claims_quantised(m) != other.claims_quantised(m)]
+        if differ:
+            only = [m for m in differ if first.claims_quantised(m)]
+            said = f"{other.file} alone exempts" if only else f"{first.file} alone exempts"
+            yield Finding(
+                "quant-config-conflict",
+                "warning",
+                f"{first.file} and {other.file} disagree on {plural(len(differ), 'module')}: {said} "
+                f"{listing(only or differ)}. Engines read {first.file} first.",
+                f"Make the two lists agree, or delete {other.file}.",
+                tuple(differ),
+            )
+
+
+def prefix_mismatch(case: Case) -> Iterator[Finding]:
+    missed = case.claims.missed
+    if missed:
+        rule, module = missed[0]
+        yield Finding(
+            "prefix-mismatch",
+            "warning",
+            f"In {rule.where}, {plural(len(missed), 'entry names', 'entries name')} no tensor as written, "
+            f"only under another prefix: {rule.text!r} means {module}, which is in full precision.",
+            f"Write the names as the files hold them, for example {module!r}.",
+            tuple(r.text for r, _ in missed),
+        )
+
+
+def quant_rule_invalid(case: Case) -> Iterator[Finding]:
+    for scheme in case.schemes:
+        if scheme.invalid:
+            yield Finding(
+                "quant-rule-invalid",
+                "warning",
+                f"{scheme.file} holds {plural(len(scheme.invalid), 'pattern')} that cannot be evaluated: "
+                f"{listing([p[:60] for p in scheme.invalid])}.",
+                "Write a valid expression with at most five repetitions, none nested.",
+                scheme.invalid,
+            )
+
+
+def scales_stale(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    stale = [s.key for t in facts.head.values() if t.form == "full" for s in t.scales]
+    if stale or facts.orphans:
+        keys = (*stale, *facts.orphans)
+        beside = "beside full-precision weights" if stale else "without weights"
+        yield Finding(
+            "scales-stale",
+            "error",
+            f"The head holds {plural(len(keys), 'scale')} {beside}, left over from a quantised head: {listing(keys)}.",
+            f"nextn extract {case.source} head && nextn merge BASE head OUT drops them.",
+            keys,
+        )
+
+
+def scales_missing(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    if facts.checkpoint.kind == "gguf":
+        return
+    bare = [t.weight.key for t in facts.head.values() if t.form != "full" and not _scaled(t.scales)]
+    if bare:
+        yield Finding(
+            "scales-missing",
+            "error",
+            f"{plural(len(bare), 'head tensor is', 'head tensors are')} quantised, but no scale is stored beside "
+            f"{'it' if len(bare) == 1 else 'them'}: {listing(bare)}.",
+            f"Take the whole head, scales included, from its source: nextn merge {case.source} HEAD OUT.",
+            tuple(bare),
+        )
+
+
+def _scaled(beside: tuple[object, ...]) -> bool:
+    return any(split_key(s.key)[1] in SCALE_PARTS for s in beside)  # type: ignore[attr-defined]
+
+
+def head_quantised(case: Case) -> Iterator[Finding]:
+    quantised = [m for m in case.claims.head if not m.full]
+    if quantised:
+        forms = sorted({m.tensor.form for m in quantised})
+        yield Finding(
+            "head-quantised",
+            "info",
+            f"The head itself is stored quantised ({', '.join(forms)}): "
+            f"{len(quantised)} of {plural(len(case.claims.head), 'matrix', 'matrices')}.",
+            "Nothing to do where the engine reads it; a full-precision head usually accepts better.",
+            tuple(m.tensor.weight.key for m in quantised),
+        )
+
+
+RULES = (
+    quant_unlisted,
+    quant_fused_split,
+    quant_exempt_quantised,
+    quant_undeclared,
+    scales_stale,
+    scales_missing,
+    quant_listed_unfused,
+    quant_config_conflict,
+    prefix_mismatch,
+    quant_rule_invalid,
+    head_quantised,
+)
