@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from nextn.checkpoint.source import INDEX_NAME, Checkpoint
-from nextn.families.registry import declared_layers
 from nextn.inspect.facts import gather
 from nextn.surgery.card import card
 from nextn.surgery.check import require_family, require_whole
@@ -47,7 +46,7 @@ def plan_extract(model: Checkpoint, out: Path) -> Plan:
     config = model.config
     if not head.quantised:
         config = without_quantisation(config)
-    if declared_layers(family, config)[0] == 0 or (facts.declared is None and family.default_layers is None):
+    if not facts.declared:
         config = with_count(family, config, depth)
     total = sum(piece_bytes(p) for p in pieces)
     index = to_index({p.key: HEAD_FILE for p in pieces}, {}, total)

@@ -104,7 +104,7 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
             "replaces": len(old),
             "quantization": method(base.config, beside) or None,
         },
-        links=(*taken.links, *_companions(root, base, options)),
+        links=() if options.in_place else (*taken.links, *_companions(root, base, options)),
         rewritten=taken.rewritten,
         dropped=taken.dropped,
         shards=(*taken.shards, Shard(taken.head_file, pieces, {"format": "pt"})),

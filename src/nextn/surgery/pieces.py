@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -129,18 +130,34 @@ def _one(checkpoint: Checkpoint, name: str, tensor: HeadTensor, key: str, wanted
         out.quantised.append(key)
         return
     scale = next((s for end in DEQUANTISE_BY for s in tensor.scales if s.key.endswith(end)), None)
-    if tensor.form != "fp8" or scale is None or len(weight.shape) != 2 or len(scale.shape) > 2:
+    block = None if scale is None else _block(weight, scale, checkpoint)
+    if tensor.form != "fp8" or scale is None or block is None:
         raise NextnError(
             f"{weight.key} is stored as {weight.dtype} ({tensor.form}), which merge cannot turn into full precision.",
             "Take the head from a checkpoint that stores it in bf16, or merge into a base of the same scheme.",
         )
     dtype = wanted.dtype(name, "BF16")
-    piece = Piece(
-        key, name, dtype, weight.shape, (source,), (weight.key, scale.key), part_of(checkpoint, scale), scale.shape
-    )
+    piece = Piece(key, name, dtype, weight.shape, (source,), (weight.key, scale.key), part_of(checkpoint, scale), block)
     _add(out, piece)
     out.full.append(key)
     out.left_out |= {s.key: "scale: its weight is written in full precision" for s in tensor.scales}
+
+
+def _block(weight: TensorInfo, scale: TensorInfo, checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """Rows and columns that one number of a scale stands for; None where the shapes do not say."""
+    if len(weight.shape) != 2:
+        return None
+    rows, columns = weight.shape
+    numbers = prod(scale.shape)
+    if numbers == 1:
+        return rows, columns
+    if numbers == rows and scale.shape in ((rows,), (rows, 1)):
+        return 1, columns
+    declared = checkpoint.config.get("quantization_config") or {}
+    block = declared.get("weight_block_size") or [128, 128]
+    if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
+        return None
+    return (block[0], block[1]) if scale.shape == (-(-rows // block[0]), -(-columns // block[1])) else None
 
 
 def _add(out: HeadPieces, piece: Piece) -> None:

@@ -37,7 +37,7 @@ class Piece:
         name: canonical name; the key where there is none.
         sources: keys that it is made from.
         scale: the scale of an FP8 tensor that is to be written in full precision.
-        scale_shape: its shape.
+        block: rows and columns that one number of the scale stands for.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Piece:
     parts: tuple[Part, ...]
     sources: tuple[str, ...] = ()
     scale: Part | None = None
-    scale_shape: tuple[int, ...] = ()
+    block: tuple[int, int] = (1, 1)
 
     @property
     def cast(self) -> str | None:

@@ -153,17 +153,13 @@ def _converted(piece: Piece, seen: Callable[[bytes], object]) -> Iterator[bytes]
 def _scaled(piece: Piece, seen: Callable[[bytes], object]) -> Iterator[bytes]:
     """An FP8 matrix [out, in] times its scale: one number, one a row, or one a block (DeepSeek-V3 report, 3.3)."""
     assert piece.scale is not None
-    rows, columns = piece.shape
+    columns = piece.shape[1]
+    down, across = piece.block
     raw_scale = b"".join(chunks(piece.scale))
-    scale = decode(raw_scale, piece.scale.dtype).reshape(piece.scale_shape or (1,))
-    if scale.ndim < 2:
-        scale = scale.reshape(-1, 1)
-    across = -(-columns // scale.shape[1])
-    step = max(1, CHUNK_BYTES // max(1, 4 * columns))
+    scale = decode(raw_scale, piece.scale.dtype).reshape(-(-piece.shape[0] // down), -(-columns // across))
     (part,) = piece.parts
     done = 0
-    down = -(-rows // scale.shape[0])
-    for raw in chunks(part, step * columns):
+    for raw in chunks(part, columns * max(1, CHUNK_BYTES // (4 * columns))):
         seen(raw)
         values = decode(raw, part.dtype).reshape(-1, columns)
         block = (done + np.arange(len(values))) // down
