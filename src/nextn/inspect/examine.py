@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nextn.checkpoint.source import Checkpoint
 from nextn.inspect.case import Case
+from nextn.inspect.engines.verdict import Verdict, judge
+from nextn.inspect.engines.versions import ENGINES
 from nextn.inspect.facts import Facts, gather
 from nextn.inspect.findings import RANK, Finding
 from nextn.inspect.quant.read import read_schemes
+from nextn.inspect.rules import engine as engine_rules
 from nextn.inspect.rules import files, head, quantised
-
-ENGINES = ("sglang", "vllm", "transformers", "llamacpp", "tensorrt_llm", "nextn")
 
 
 @dataclass(frozen=True)
@@ -21,18 +23,26 @@ class Report:
 
     case: Case
     findings: tuple[Finding, ...]
+    engines: Mapping[str, Verdict]
 
     @property
     def facts(self) -> Facts:
         return self.case.facts
 
+    def worst(self) -> str | None:
+        """The gravest severity among the findings."""
+        return min((f.severity for f in self.findings), key=RANK.__getitem__, default=None)
+
     def as_json(self) -> dict[str, Any]:
         """The report in the form that ``--json`` prints; every key is always present."""
-        facts = self.facts
+        facts, scheme = self.facts, self.case.scheme
+        architectures = facts.checkpoint.config.get("architectures")
         return {
             "source": facts.checkpoint.source,
             "family": facts.family.name if facts.family else None,
-            "architectures": [str(a) for a in facts.checkpoint.config.get("architectures") or []],
+            "architectures": [a for a in architectures if isinstance(a, str)]
+            if isinstance(architectures, list)
+            else [],
             "declared_layers": facts.declared,
             "declared_by": facts.declared_by,
             "heads_found": len(facts.layers),
@@ -46,8 +56,10 @@ class Report:
             },
             "dtypes": facts.dtypes,
             "quantization": {
-                "method": self.case.scheme.method if self.case.scheme else None,
+                "method": scheme.method if scheme else None,
                 "head": self.case.claims.stored,
+                "algorithm": scheme.algorithm if scheme else "",
+                "declared_in": [s.file for s in self.case.schemes],
             },
             "findings": [
                 {
@@ -59,17 +71,33 @@ class Report:
                 }
                 for f in self.findings
             ],
-            "engines": {e: {"verdict": "unknown", "reasons": [], "command": ""} for e in ENGINES},
+            "engines": {name: self.engines[name].as_json() for name in ENGINES},
         }
 
 
-def examine(checkpoint: Checkpoint) -> Report:
+def examine(
+    checkpoint: Checkpoint,
+    versions: Mapping[str, str] | None = None,
+    *,
+    values: Callable[[int, int], None] | None = None,
+) -> Report:
     """Inspect a listed checkpoint.
 
+    Args:
+        versions: engine -> version to judge, where not the newest known.
+        values: given, the weights are read and checked; called with (tensors read, tensors in all).
     Raises:
         NextnError: the configuration cannot be understood.
     """
     case = Case(gather(checkpoint), read_schemes(checkpoint))
     found = [finding for rule in (*files.RULES, *head.RULES, *quantised.RULES) for finding in rule(case)]
-    found.sort(key=lambda f: RANK[f.severity])
-    return Report(case, tuple(found))
+    if values is not None:
+        from nextn.inspect.rules import values as value_rules
+
+        measured = value_rules.measure(case, values)
+        found += [finding for check in value_rules.RULES for finding in check(case, measured)]
+    versions = versions or {}
+    verdicts = {name: judge(case, found, name, versions.get(name)) for name in ENGINES}
+    found += [finding for rule in engine_rules.RULES for finding in rule(case, verdicts)]
+    found = sorted(engine_rules.raised(found, verdicts), key=lambda f: RANK[f.severity])
+    return Report(case, tuple(found), verdicts)

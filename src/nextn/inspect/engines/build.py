@@ -1,0 +1,154 @@
+"""Set how an engine would build each module of the head against how it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from nextn.inspect.case import Case
+from nextn.inspect.engines.table import FUSED_UNEXPANDED, Support
+from nextn.inspect.engines.versions import parse_version
+from nextn.inspect.quant.claims import HeadModule
+from nextn.inspect.quant.scheme import Scheme
+from nextn.inspect.quant.strict import Built, SplitError, exempt
+
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Projection in the checkpoint -> the fused module that engines build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """A module that is not built as it is stored.
+
+    Attributes:
+        kind: ``random``: stored in full precision, built quantised; ``foreign``: stored quantised, built in full
+            precision; ``split``: the lists divide a fused module.
+        code: the finding that explains it.
+        modules: checkpoint modules.
+        runtime: the engine's name for it.
+    """
+
+    kind: Literal["random", "foreign", "split"]
+    code: str
+    modules: tuple[HeadModule, ...]
+    runtime: str
+
+
+def scheme_key(scheme: Scheme) -> str:
+    """The engines' name of a scheme where it differs from the declaration's: ``modelopt_fp4``."""
+    if scheme.method.startswith("modelopt"):
+        return "modelopt_fp4" if "FP4" in (scheme.algorithm + scheme.method).upper() else "modelopt_fp8"
+    return scheme.method
+
+
+def clashes(case: Case, engine: str, support: Support, version: str) -> Iterator[Clash]:
+    """The modules of the head that an engine version would build otherwise than they are stored."""
+    scheme = case.scheme
+    whole_full = scheme is not None and (scheme_key(scheme) in support.full or _special_full(engine, scheme))
+    expands = not _unexpanded(case, engine, version)
+    for built, modules in runtime_modules(case, support).items():
+        plain = scheme is None or whole_full or any(word in modules[0].module for word in support.plain)
+        plain = plain or (engine == "vllm" and _vllm_plain(case, scheme, modules[0]))
+        try:
+            full = plain or exempt(engine, scheme, built, expands=expands)  # type: ignore[arg-type]
+        except SplitError:
+            yield Clash("split", "quant-fused-split", modules, built.name)
+            continue
+        stored_full = tuple(m for m in modules if m.full)
+        stored_quantised = tuple(m for m in modules if not m.full)
+        if not full and stored_full:
+            yield Clash("random", _why(case, stored_full[0]), stored_full, built.name)
+        if full and stored_quantised:
+            code = "quant-undeclared" if scheme is None else "head-quantised"
+            yield Clash("foreign", code, stored_quantised, built.name)
+
+
+def runtime_modules(case: Case, support: Support) -> dict[Built, tuple[HeadModule, ...]]:
+    """The head's modules under the names that the engine builds, fused ones together."""
+    groups: dict[tuple[str, bool], list[HeadModule]] = {}
+    for module in case.claims.head:
+        name = runtime_name(case, support, module)
+        if ".experts." in name:
+            groups.setdefault((name[: name.index(".experts.") + len(".experts")], True), []).append(module)
+            continue
+        parent, _, part = name.rpartition(".")
+        groups.setdefault((f"{parent}.{FUSED.get(part, part)}", False), []).append(module)
+    built: dict[Built, tuple[HeadModule, ...]] = {}
+    for (name, experts), modules in groups.items():
+        if experts:
+            parts = tuple(f"{name}.0.{p}_proj" for p in ("gate", "up", "down"))
+        elif len(modules) > 1:
+            parts = tuple(runtime_name(case, support, m) for m in modules)
+        else:
+            parts = ()
+        built[Built(name, parts, experts)] = tuple(modules)
+    return built
+
+
+def runtime_name(case: Case, support: Support, module: HeadModule) -> str:
+    name = module.module.removeprefix(case.facts.prefix)
+    before, after = support.rename
+    if before:
+        number = case.facts.dims.get("layers", 0) + module.tensor.layer
+        before = before.replace("{n}", str(number))
+        if name.startswith(before):
+            name = after + name[len(before) :]
+    return name
+
+
+def _unexpanded(case: Case, engine: str, version: str) -> bool:
+    kinds = kinds_of(case)
+    at = parse_version(version)
+    return any(
+        engine == name and at <= parse_version(until) and any(k in kinds for k in affected)
+        for name, _, until, affected in FUSED_UNEXPANDED
+    )
+
+
+def kinds_of(case: Case) -> tuple[str, ...]:
+    """What config.json calls the model: architectures and model types, nested ones too."""
+    config = case.facts.checkpoint.config
+    found = [a for a in config.get("architectures") or [] if isinstance(a, str)]
+    for holder in (config, config.get("text_config"), config.get("llm_config")):
+        if isinstance(holder, dict) and isinstance(holder.get("model_type"), str):
+            found.append(holder["model_type"])
+    return tuple(found)
+
+
+def _special_full(engine: str, scheme: Scheme) -> bool:
+    """SGLang builds a Qwen3.5 head plain where Quark's list names the head's experts (``qwen3_5_mtp.py``)."""
+    if engine != "sglang" or not scheme.method.startswith("quark"):
+        return False
+    return any(r.exempts and r.text.startswith("mtp.") and "mlp.experts" in r.text for r in scheme.rules)
+
+
+def _vllm_plain(case: Case, scheme: Scheme | None, module: HeadModule) -> bool:
+    """vLLM's exceptions for Qwen heads: ``fc`` under NVFP4, and the layers where GPTQ exempts anything named mtp."""
+    if scheme is None or not module.module.removeprefix(case.facts.prefix).startswith("mtp."):
+        return False
+    if scheme_key(scheme) == "modelopt_fp4":
+        return module.module.endswith("mtp.fc")
+    family = case.facts.family.name if case.facts.family else ""
+    if family.startswith("qwen3_5") and ".layers." in module.module:
+        return any(r.text.startswith("-:") and "mtp" in r.text for r in scheme.rules)
+    return False
+
+
+def _why(case: Case, module: HeadModule) -> str:
+    """The finding that explains why a full-precision module would be built quantised."""
+    if case.claims.quantised(module):
+        missed = any(rule.matches_normalised(n) for rule, _ in case.claims.missed for n in module.aliases)
+        return "prefix-mismatch" if missed else "quant-unlisted"
+    scheme = case.scheme
+    assert scheme is not None
+    parent, _, part = module.module.rpartition(".")
+    if part in FUSED and scheme.claims_quantised(f"{parent}.{FUSED[part]}"):
+        return "quant-listed-unfused"
+    return "quant-runtime-name"

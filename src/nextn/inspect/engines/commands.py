@@ -1,0 +1,53 @@
+"""The exact command that switches a head on, engine by engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from nextn.inspect.case import Case
+from nextn.inspect.engines.table import Support
+from nextn.inspect.engines.versions import parse_version
+
+
+def draft_tokens(case: Case, support: Support) -> int:
+    """How many draft tokens to suggest: what the engine insists on, one a layer where each is used, else three."""
+    if support.drafts is not None:
+        return support.drafts
+    family = case.facts.family
+    layers = len(case.facts.layers)
+    if family is not None and family.physical_layers != "reuse" and support.heads is None and layers > 1:
+        return layers
+    return 3
+
+
+def command(case: Case, engine: str, support: Support, version: str) -> str:
+    """The command, ready to paste; GGUF conversion included for llama.cpp."""
+    source, drafts = shlex.quote(case.source), draft_tokens(case, support)
+    if engine == "sglang":
+        flag = "radix-cache" if parse_version(version) >= (0, 5, 17) else "scheduler"
+        hybrid = f" --mamba-{flag}-strategy extra_buffer" if support.hybrid else ""
+        return (
+            f"python -m sglang.launch_server --model-path {source} --speculative-algorithm NEXTN "
+            f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {drafts + 1}{hybrid}"
+        )
+    if engine == "vllm":
+        declared = case.facts.declared or 1
+        if support.drafts is None and drafts > declared > 1 and drafts % declared:
+            drafts = declared
+        settings = json.dumps({"method": "mtp", "num_speculative_tokens": drafts}, separators=(",", ":"))
+        return f"vllm serve {source} --speculative-config {shlex.quote(settings)}"
+    if engine == "transformers":
+        return f"AutoModelForCausalLM.from_pretrained({case.source!r}).generate(**inputs, use_mtp=True)  # batch 1"
+    if engine == "llamacpp":
+        run = f"--spec-type draft-mtp --spec-draft-n-max {drafts}"
+        if case.facts.checkpoint.kind == "gguf":
+            return f"llama-server -m {source} {run}"
+        return f"python convert_hf_to_gguf.py {source} --outfile model.gguf && llama-server -m model.gguf {run}"
+    if engine == "tensorrt_llm":
+        return (
+            f"printf 'speculative_config:\\n  decoding_type: MTP\\n  max_draft_len: {drafts}\\n' > mtp.yaml && "
+            f"trtllm-serve {source} --extra_llm_api_options mtp.yaml"
+        )
+    return f"nextn generate {source} --draft-tokens {drafts}"
