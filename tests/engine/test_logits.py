@@ -122,6 +122,21 @@ def test_flat_logits_keep_the_share_asked_for() -> None:
     assert (probs > 0).nonzero().flatten().tolist() == list(range(250))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("other", [SamplingParams(), SamplingParams(top_k=7, top_p=0.5), SamplingParams(temperature=0)])
+def test_a_wide_vocabulary(monkeypatch: pytest.MonkeyPatch, spread: float, other: SamplingParams) -> None:
+    """A few of the largest logits decide as all of them do, where they can and where they cannot."""
+    batch, width = [SamplingParams(top_p=0.9), other], 3000
+    logits = random_logits(2, 2, width) * spread / 3
+    logits[:, :, ::7] = logits.amax(-1, keepdim=True) - 1
+    got = process(logits, make(batch, vocab=width))
+    monkeypatch.setattr("nextn.engine.logits.FEW", width)
+    assert torch.equal(process(logits, make(batch, vocab=width)), got)
+    for row, params in enumerate(batch):
+        if not params.greedy:
+            np.testing.assert_allclose(got[row, 1].numpy(), numpy_filter(logits[row, 1].numpy(), params), atol=1e-12)
+
+
 def test_greedy_requests_mix_with_sampled_ones() -> None:
     logits = random_logits(3, 2, V)
     logits[0, 0, 5] = logits[0, 0, 31] = logits.max() + 1

@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.tokenizers_made import byte_fallback, byte_level, write_folder
 
 from nextn.engine.stream import REPLACEMENT, Detokenizer, TextStream
 from nextn.engine.text import Tokenizer
 from nextn.errors import NextnError
+from tests.engine.tokenizers_made import byte_fallback, byte_level, write_folder
 
 BYTE_LEVEL = byte_level()
 BYTE_FALLBACK = byte_fallback()

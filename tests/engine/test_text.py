@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.tokenizers_made import byte_fallback, byte_level, write_folder
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from nextn.engine.text import Tokenizer, load_tokenizer
 from nextn.errors import NextnError
+from tests.engine.tokenizers_made import byte_fallback, byte_level, write_folder
 
 CONFIG = {
     "eos_token": "<|end|>",
