@@ -1,0 +1,117 @@
+"""The Triton kernel of `norm.add_rms_norm` and `norm.rms_norm`: one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nextn.kernels.load_triton import load_rows
+from nextn.kernels.support import Num, Ptr, splits_of
+
+
+@triton.jit
+def _add_rms_norm(
+    x: Ptr,
+    residual: Ptr,
+    scale: Ptr,
+    out: Ptr,
+    stream: Ptr,
+    x_row: Num,
+    x_split: Num,
+    residual_row: Num,
+    out_row: Num,
+    stream_row: Num,
+    eps: Num,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < HIDDEN
+    weight = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    dtype = out.dtype.element_ty
+    value = load_rows(x, row * x_row + at, inside, x_split, SPLITS, dtype)
+    if ADD:
+        value += tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
+    stored = value.to(dtype)
+    if KEEP:
+        tl.store(stream + row * stream_row + at, stored, mask=inside)
+    value = stored.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value) / HIDDEN + eps)
+    tl.store(out + row * out_row + at, (value * weight).to(dtype), mask=inside)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    stream: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and norm the sum.
+
+    Args:
+        x: [rows, hidden], or partial sums [splits, rows, hidden].
+        residual: [rows, hidden], or None.
+        scale: [hidden], w or 1 + w.
+        out: [rows, hidden] for the normed rows; may be columns of a wider tensor.
+        stream: [rows, hidden] for the sum; may be `residual` itself.
+        dtype: of what is returned; default the residual's, else x's.
+    Returns:
+        (normed, new residual). With a stored x and no residual the second is x itself.
+    """
+    splits = splits_of(x)
+    rows, hidden = x.shape[-2:]
+    if dtype is None:
+        dtype = out.dtype if out is not None else residual.dtype if residual is not None else x.dtype
+    if out is None:
+        out = torch.empty(rows, hidden, dtype=dtype, device=x.device)
+    keep = residual is not None or splits > 0
+    if not keep:
+        stream = x
+    elif stream is None:
+        stream = torch.empty(rows, hidden, dtype=dtype, device=x.device)
+    add = x if residual is None else residual
+    block = triton.next_power_of_2(hidden)
+    _add_rms_norm[(rows,)](
+        x,
+        add,
+        scale,
+        out,
+        stream,
+        x.stride(-2),
+        x.stride(0),
+        add.stride(-2),
+        out.stride(0),
+        stream.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        SPLITS=splits,
+        ADD=residual is not None,
+        KEEP=keep,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
+    return out, stream
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """x / rms(x) * scale for stored x [rows, hidden]; `out` may be columns of a wider tensor."""
+    return add_rms_norm(x, None, scale, eps, out=out, pdl=pdl)[0]
