@@ -15,7 +15,6 @@ from nextn.families.contract import Dims, Family, TensorSpec
 from nextn.families.registry import declared_layers, family_geometry, find_family
 from nextn.inspect.quant.stored import CACHE_PARTS, SCALE_PARTS, WEIGHT_PARTS, form, split_key
 
-MAX_EXPECTED = 1_000_000
 LOOKS_LIKE_HEAD = re.compile(
     r"(^|[._])(mtp|nextn|mtp_layers|mtp_block|eh_proj|enorm|hnorm|pre_fc_norm_hidden|medusa_head|eagle)([._]|$)"
 )
@@ -63,6 +62,7 @@ class Facts:
         head: logical tensors found, by canonical name.
         expected: canonical name -> (checkpoint key, shape); without optional tensors.
         missing: checkpoint keys of expected tensors that no header lists.
+        unsure: the same for families whose layout is not pinned, where absence alone proves nothing.
         unexpected: keys under the head's names that the contract does not know.
         foreign: keys under the head's names that belong to another drafter.
         orphans: scales whose weight is absent.
@@ -87,6 +87,7 @@ class Facts:
     lookalikes: tuple[str, ...]
     prefix: str
     stacked: bool | None
+    unsure: tuple[str, ...] = ()
 
     @property
     def ships_head(self) -> bool:
@@ -184,10 +185,25 @@ def gather(checkpoint: Checkpoint) -> Facts:
     count = _layers_expected(layers, declared, family)
     expected = _expected(family, dims, count, stacked=bool(stacked), prefix=prefix)
     missing = tuple(key for name, (key, _) in expected.items() if name not in head)
+    pinned = family.confidence == "full" or not head
     return Facts(
-        checkpoint, family, dims, declared, by, head, expected, missing, tuple(unexpected), foreign,
-        tuple(orphans), layers, (), prefix, stacked,
-    )  # fmt: skip
+        checkpoint,
+        family,
+        dims,
+        declared,
+        by,
+        head,
+        expected,
+        missing if pinned else (),
+        tuple(unexpected),
+        foreign,
+        tuple(orphans),
+        layers,
+        (),
+        prefix,
+        stacked,
+        () if pinned else missing,
+    )
 
 
 def _layers_expected(layers: tuple[int, ...], declared: int | None, family: Family) -> int:
@@ -200,11 +216,6 @@ def _layers_expected(layers: tuple[int, ...], declared: int | None, family: Fami
 def _expected(
     family: Family, dims: Dims, count: int, *, stacked: bool, prefix: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    if count * max(1, dims.get("experts", 0)) * len(family.head) > MAX_EXPECTED:
-        raise NextnError(
-            f"config.json declares {count} head layers of {dims.get('experts', 0)} experts, which cannot be.",
-            "Correct config.json.",
-        )
     storage = "grouped" if stacked else "split"
     try:
         return {

@@ -51,7 +51,7 @@ def scheme_key(scheme: Scheme) -> str:
 def clashes(case: Case, engine: str, support: Support, version: str) -> Iterator[Clash]:
     """The modules of the head that an engine version would build otherwise than they are stored."""
     scheme = case.scheme
-    whole_full = scheme is not None and (scheme_key(scheme) in support.full or _special_full(engine, scheme))
+    whole_full = scheme is not None and (scheme_key(scheme) in support.full or _special_full(engine, scheme, version))
     expands = not _unexpanded(case, engine, version)
     for built, modules in runtime_modules(case, support).items():
         plain = scheme is None or whole_full or any(word in modules[0].module for word in support.plain)
@@ -122,11 +122,20 @@ def kinds_of(case: Case) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _special_full(engine: str, scheme: Scheme) -> bool:
-    """SGLang builds a Qwen3.5 head plain where Quark's list names the head's experts (``qwen3_5_mtp.py``)."""
-    if engine != "sglang" or not scheme.method.startswith("quark"):
+def _special_full(engine: str, scheme: Scheme, version: str) -> bool:
+    """SGLang builds a Qwen3.5 head plain where Quark's list names the head's experts (``qwen3_5_mtp.py``).
+
+    0.5.17 did so where it named anything of the head, and for all mixed-precision ModelOpt checkpoints.
+    """
+    if engine != "sglang":
         return False
-    return any(r.exempts and r.text.startswith("mtp.") and "mlp.experts" in r.text for r in scheme.rules)
+    newer = parse_version(version) > (0, 5, 17)
+    if scheme.method.startswith("modelopt") and "MIXED" in scheme.algorithm.upper():
+        return not newer
+    if not scheme.method.startswith("quark"):
+        return False
+    named = [r.text for r in scheme.rules if r.exempts and r.text.startswith("mtp.")]
+    return any("mlp.experts" in text for text in named) if newer else bool(named)
 
 
 def _vllm_plain(case: Case, scheme: Scheme | None, module: HeadModule) -> bool:

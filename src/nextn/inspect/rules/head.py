@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from nextn.families.contract import ANY, fits
 from nextn.inspect.case import Case
 from nextn.inspect.facts import HeadTensor
 from nextn.inspect.findings import Finding
@@ -91,6 +92,19 @@ def head_partial(case: Case) -> Iterator[Finding]:
     )
 
 
+def layout_unsure(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    if facts.unsure and facts.family is not None:
+        yield Finding(
+            "layout-unsure",
+            "info",
+            f"{plural(len(facts.unsure), 'tensor')} that a {facts.family.title} head may have is not there "
+            f"({listing(facts.unsure)}), but its layout is not pinned by any source. {facts.family.note}".strip(),
+            "Compare with the publisher's own checkpoint: nextn inspect PUBLISHED --tensors.",
+            facts.unsure,
+        )
+
+
 def head_undeclared(case: Case) -> Iterator[Finding]:
     facts = case.facts
     family = facts.family
@@ -142,9 +156,10 @@ def not_an_mtp_head(case: Case) -> Iterator[Finding]:
 def tensors_unexpected(case: Case) -> Iterator[Finding]:
     facts = case.facts
     if facts.unexpected and not facts.foreign:
+        pinned = facts.family is not None and facts.family.confidence == "full"
         yield Finding(
             "tensors-unexpected",
-            "warning",
+            "warning" if pinned else "info",
             f"Under the head's prefix {plural(len(facts.unexpected), 'tensor is', 'tensors are')} "
             f"not part of a {facts.family.title if facts.family else ''} head: {listing(facts.unexpected)}.",
             "Export the head again; engines ignore such tensors or stop at them.",
@@ -161,18 +176,23 @@ def shape_mismatch(case: Case) -> Iterator[Finding]:
             wanted = facts.expected[name][1] if name in facts.expected else tensor.spec.sizes(facts.dims)
         except KeyError:
             continue
-        if stored is not None and stored != wanted:
+        if stored is not None and not fits(stored, wanted):
             wrong.append((tensor, stored, wanted))
     if wrong:
-        told = "; ".join(f"{t.key} is {list(s)}, the config asks for {list(w)}" for t, s, w in wrong[:3])
+        told = "; ".join(f"{t.key} is {list(s)}, the config asks for {_asked(w)}" for t, s, w in wrong[:3])
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        pinned = facts.family is not None and facts.family.confidence == "full"
         yield Finding(
             "shape-mismatch",
-            "error",
+            "error" if pinned else "warning",
             f"{plural(len(wrong), 'head tensor has', 'head tensors have')} the wrong shape: {told}{more}.",
             f"Merge a head that was made for this model: nextn merge {case.source} HEAD OUT.",
             tuple(t.weight.key for t, _, _ in wrong),
         )
+
+
+def _asked(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join("any" if n == ANY else str(n) for n in shape) + "]"
 
 
 def stored_shape(tensor: HeadTensor) -> tuple[int, ...] | None:
@@ -237,6 +257,7 @@ RULES = (
     not_an_mtp_head,
     head_missing,
     head_partial,
+    layout_unsure,
     shape_mismatch,
     head_undeclared,
     count_mismatch,

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nextn.inspect.case import Case
+from nextn.inspect.engines.build import FUSED
 from nextn.inspect.findings import Finding
 from nextn.inspect.quant.stored import SCALE_PARTS, split_key
 from nextn.inspect.rules.words import listing, plural
 
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-         "up_proj": "gate_up_proj"}  # fmt: skip
-"""Projection in the checkpoint -> the fused module that engines build."""
-
-EXPANDED_EVERYWHERE = ("modelopt", "fp8", "awq", "gptq", "bitsandbytes")
+EXPANDED_EVERYWHERE = ("modelopt", "fp8", "awq", "gptq", "bitsandbytes", "quark")
 """Methods for which every engine that nextn has read expands fused names by itself, or matches other than by name."""
 
 
@@ -77,9 +74,7 @@ def quant_listed_unfused(case: Case) -> Iterator[Finding]:
         parent, _, part = module.module.rpartition(".")
         if not module.full or part not in FUSED or ".experts" in module.module:
             continue
-        by_name = any(r.exempts and r.kind in ("exact", "name") for r in scheme.matching(module.module))
-        fused = f"{parent}.{FUSED[part]}"
-        if by_name and scheme.claims_quantised(fused):
+        if not case.claims.quantised(module) and scheme.claims_quantised(f"{parent}.{FUSED[part]}"):
             named.append(module.module)
     if named:
         fused_names = sorted({f"{m.rpartition('.')[0]}.{FUSED[m.rpartition('.')[2]]}" for m in named})
