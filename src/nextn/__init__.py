@@ -6,11 +6,17 @@ imports no torch; the names below are loaded on first use.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nextn.api import Generation, Model, Step, generate, load, stream
 
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = ["Generation", "Model", "Step", "__version__", "generate", "load", "stream"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("nextn.api"), name)
     raise AttributeError(f"module 'nextn' has no attribute {name!r}")

@@ -91,7 +91,7 @@ class Hub:
                     continue
                 if status == 404 and type(error).__name__ in ("RemoteEntryNotFoundError", "HfHubHTTPError"):
                     raise AbsentError(url) from None
-                raise _explain(error, status, self.facts) from None
+                raise explain(error, status, self.facts) from None
         raise AssertionError("unreachable")
 
     def _get_once(self, url: str, start: int, length: int | None) -> tuple[bytes, int | None]:
@@ -131,7 +131,7 @@ class Hub:
         try:
             answer = parse_object(self.get(url)[0], f"The hub's answer for {facts.repo}")
         except AbsentError:
-            raise _explain(FileNotFoundError(), 404, facts) from None
+            raise explain(FileNotFoundError(), 404, facts) from None
         siblings = answer.get("siblings")
         for entry in siblings if isinstance(siblings, list) else []:
             name, size = (entry.get("rfilename"), entry.get("size")) if isinstance(entry, dict) else (None, None)
@@ -315,7 +315,7 @@ def _open_cached(snapshot: Path, repo: str, file: str | None) -> Checkpoint:
     return replace(open_file(snapshot / file), source=f"{repo}/{file}")
 
 
-def _explain(error: Exception, status: int | None, facts: Remote) -> NextnError:
+def explain(error: Exception, status: int | None, facts: Remote) -> NextnError:
     """An error of huggingface_hub or its HTTP library, in two sentences."""
     kind = type(error).__name__
     if kind == "GatedRepoError":

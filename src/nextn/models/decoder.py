@@ -88,23 +88,16 @@ def _scaled_frequencies(config: DecoderConfig, kind: str) -> tuple[Tensor, float
     return inv_freq, float(scaling)
 
 
-class Decoder(nn.Module):
-    """A target with its head.
+class Drafter(nn.Module):
+    """What drafting needs: token embedding, output head and MTP head.
 
-    The head shares `embed` and the output head with the target; there is one copy of each.
+    A target is one itself and shares them; on its own it is a separately loaded draft model.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
-        seen = {"full": 0, "linear": 0}
-        layers = []
-        for kind, sparse in zip(config.layer_kinds, config.sparse_layers, strict=True):
-            layers.append(DecoderLayer(config, kind, seen[kind], sparse))
-            seen[kind] += 1
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden, config.eps, config.one_plus)
         self.head = None if config.tied else nn.Linear(config.hidden, config.vocab, bias=False)
         self.rotary = Rotary(config)
         self.mtp = (
@@ -118,26 +111,9 @@ class Decoder(nn.Module):
         """[vocab, hidden]."""
         return self.embed.weight if self.head is None else self.head.weight
 
-    def forward(self, ids: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Hidden states of token ids [batch, rows].
-
-        Returns:
-            (after the final norm, before it), both [batch, rows, hidden].
-        """
-        x = self.embed(ids)
-        rope = self.rotary(context.positions, x.dtype)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rope, context)
-        return self.norm.add(x, residual)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Output head over hidden states [..., hidden] -> [..., vocab]."""
         return linear(hidden, self.output_weight)
-
-    def head_hidden(self, post_norm: Tensor, pre_norm: Tensor) -> Tensor:
-        """Which of the target's hidden states the head is given, as the family says."""
-        return post_norm if self.config.family.target_hidden == "post_norm" else pre_norm
 
     def head_forward(self, ids: Tensor, hidden: Tensor, context: Context, step: int = 0) -> tuple[Tensor, Tensor]:
         """The head over rows: each takes the embedding of `ids` and a hidden state; position t predicts token t + 2.
@@ -153,3 +129,34 @@ class Decoder(nn.Module):
         assert self.mtp is not None
         rope = self.rotary(context.positions, hidden.dtype)
         return self.mtp(self.embed(ids), hidden, rope, context, step)
+
+
+class Decoder(Drafter):
+    """A target, with its head as a submodule; there is one embedding and one output head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        seen = {"full": 0, "linear": 0}
+        layers = []
+        for kind, sparse in zip(config.layer_kinds, config.sparse_layers, strict=True):
+            layers.append(DecoderLayer(config, kind, seen[kind], sparse))
+            seen[kind] += 1
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden, config.eps, config.one_plus)
+
+    def forward(self, ids: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Hidden states of token ids [batch, rows].
+
+        Returns:
+            (after the final norm, before it), both [batch, rows, hidden].
+        """
+        x = self.embed(ids)
+        rope = self.rotary(context.positions, x.dtype)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, context)
+        return self.norm.add(x, residual)
+
+    def head_hidden(self, post_norm: Tensor, pre_norm: Tensor) -> Tensor:
+        """Which of the target's hidden states the head is given, as the family says."""
+        return post_norm if self.config.family.target_hidden == "post_norm" else pre_norm

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from nextn.checkpoint.tensors import TensorInfo
 from nextn.errors import NextnError
 from nextn.models.blocks import GatedDeltaNet, RMSNorm
 from nextn.models.config import DecoderConfig, decoder_config
-from nextn.models.decoder import Decoder
+from nextn.models.decoder import Decoder, Drafter
 from nextn.models.layout import head_keys, target_keys
 from nextn.models.slots import Slot, slots
 
@@ -72,71 +72,104 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     mtp: bool = True,
-    target: bool = True,
     head: Checkpoint | None = None,
     progress: Progress | None = None,
 ) -> tuple[Decoder, LoadReport]:
-    """Build and fill a decoder.
+    """Build and fill a decoder with its head.
 
     Args:
         checkpoint: a local checkpoint.
         dtype: compute dtype of the weights; norms and decay parameters stay in at least float32.
         mtp: with the head.
-        target: with the target's layers; False gives a draft model: embedding, output head and MTP head only.
         head: take the head's tensors from this checkpoint instead.
         progress: called as bytes arrive.
     Raises:
         NextnError: quantised weights, no head, missing, unexpected or misshapen tensors, non-finite values.
     """
+    config = _config(checkpoint, head or checkpoint, mtp)
+    wanted = [(checkpoint, n, k) for n, k in target_keys(config, checkpoint.config, checkpoint.tensors)]
+    if mtp:
+        wanted += _head_wanted(config, head or checkpoint)
+    report = LoadReport()
+    model = _fill(Decoder, config, wanted, report, dtype, device, progress)
+    used = {key for source, _, key in wanted if source is checkpoint}
+    report.skipped = check_unexpected(checkpoint, config, used)
+    return model, report
+
+
+def load_drafter(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: Checkpoint | None = None,
+    progress: Progress | None = None,
+) -> tuple[Drafter, LoadReport]:
+    """Build and fill a draft model of its own from a checkpoint: embedding, output head and MTP head.
+
+    Arguments and errors as `load_decoder`.
+    """
+    config = _config(checkpoint, head or checkpoint, mtp=True)
+    pairs = target_keys(config, checkpoint.config, checkpoint.tensors)
+    wanted = [(checkpoint, name, key) for name, key in pairs if name in ("embed.weight", "head.weight")]
+    wanted += _head_wanted(config, head or checkpoint)
+    report = LoadReport()
+    return _fill(Drafter, config, wanted, report, dtype, device, progress), report
+
+
+Wanted = tuple[Checkpoint, str, str]
+"""(where from, canonical name, checkpoint key)."""
+Built = TypeVar("Built", bound=Drafter)
+
+
+def _config(checkpoint: Checkpoint, head: Checkpoint, mtp: bool) -> DecoderConfig:
     refuse_quantised(checkpoint)
     config = decoder_config(checkpoint.config)
-    head_source = head or checkpoint
-    if mtp:
-        count = count_head_layers(head_source, config)
-        if count == 0:
-            raise NextnError(
-                f"{head_source.source} holds no MTP head.",
-                "Decode without one (`--no-mtp`), or see `nextn inspect` for what is missing.",
-            )
-        if config.family.physical_layers == "reuse":
-            count = 1
-        config = replace(config, head_layers=count)
-    else:
-        config = replace(config, head_layers=0)
-    if not target:
-        config = replace(config, layers=0, layer_kinds=(), sparse_layers=())
-    model = build(config, dtype=dtype, device=device)
+    if not mtp:
+        return replace(config, head_layers=0)
+    count = count_head_layers(head, config)
+    if count == 0:
+        raise NextnError(
+            f"{head.source} holds no MTP head.",
+            "Decode without one (`--no-mtp`), or see `nextn inspect` for what is missing.",
+        )
+    return replace(config, head_layers=1 if config.family.physical_layers == "reuse" else count)
+
+
+def _head_wanted(config: DecoderConfig, head: Checkpoint) -> list[Wanted]:
+    return [(head, name, key) for name, key in head_keys(config, head.config, head.tensors)]
+
+
+def _fill(
+    kind: type[Built],
+    config: DecoderConfig,
+    wanted: list[Wanted],
+    report: LoadReport,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> Built:
+    model = build(config, dtype=dtype, device=device, kind=kind)
     places = slots(model)
-    wanted: list[tuple[Checkpoint, str, str]] = []
-    if target:
-        wanted += [(checkpoint, n, k) for n, k in target_keys(config, checkpoint.config, checkpoint.tensors)]
-    else:
-        full = decoder_config(checkpoint.config)
-        shared = {"embed.weight", "head.weight"}
-        pairs = target_keys(full, checkpoint.config, checkpoint.tensors)
-        wanted += [(checkpoint, n, k) for n, k in pairs if n in shared]
-    if mtp:
-        wanted += [(head_source, n, k) for n, k in head_keys(config, head_source.config, head_source.tensors)]
     check_wanted(wanted, places)
-    report = LoadReport()
-    if target:
-        used = {key for source, _, key in wanted if source is checkpoint}
-        report.skipped = check_unexpected(checkpoint, config, used)
     fill_slots(wanted, places, report, progress)
-    model.requires_grad_(False)
     report.weight_bytes = parameter_bytes(model.parameters())
     report.head_bytes = parameter_bytes(model.mtp.parameters()) if model.mtp is not None else 0
-    return model, report
+    return model
 
 
 def parameter_bytes(parameters: Iterable[Tensor]) -> int:
     return sum({p.data_ptr(): p.numel() * p.element_size() for p in parameters}.values())
 
 
-def build(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder with uninitialised parameters of the right dtypes."""
+@overload
+def build(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder: ...
+@overload
+def build(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kind: type[Built]) -> Built: ...
+def build(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kind: type[Drafter] = Decoder) -> Drafter:
+    """A decoder or draft model with uninitialised, frozen parameters of the right dtypes."""
     with torch.device("meta"):
-        model = Decoder(config)
+        model = kind(config)
     high = torch.float64 if dtype == torch.float64 else torch.float32
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -162,7 +195,7 @@ def refuse_quantised(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_wanted(wanted: list[tuple[Checkpoint, str, str]], places: dict[str, Slot]) -> None:
+def check_wanted(wanted: list[Wanted], places: dict[str, Slot]) -> None:
     """Every parameter is covered by exactly the tensors wanted, each there in the right shape and dtype."""
     missing: list[str] = []
     covered: dict[int, int] = {}
@@ -219,7 +252,7 @@ def check_unexpected(checkpoint: Checkpoint, config: DecoderConfig, used: set[st
 
 
 def fill_slots(
-    wanted: list[tuple[Checkpoint, str, str]],
+    wanted: list[Wanted],
     places: dict[str, Slot],
     report: LoadReport,
     progress: Progress | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nextn.models.blocks import GatedDeltaNet, Linear, MoE, RMSNorm
-from nextn.models.decoder import Decoder
+from nextn.models.decoder import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Slot:
         return out
 
 
-def slots(model: Decoder) -> dict[str, Slot]:
-    """Canonical name -> slot, for every parameter of a decoder and its head.
+def slots(model: Drafter) -> dict[str, Slot]:
+    """Canonical name -> slot, for every parameter of a decoder or draft model and its head.
 
     Several names may fill one place where families store it differently (experts one by one or stacked, delta-net
     inputs fused or apart); together the names of one storage cover each parameter exactly.

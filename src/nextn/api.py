@@ -1,0 +1,365 @@
+"""The Python API: `load` a checkpoint with its head, `generate` or `stream` from it.
+
+from nextn import load, generate
+
+model = load("path/to/checkpoint")
+print(generate(model, "def main():", max_tokens=64).text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from nextn.assets import embedded_model
+from nextn.checkpoint.download import local_folder
+from nextn.checkpoint.source import open_checkpoint
+from nextn.engine.defaults import GenerationDefaults, read_defaults
+from nextn.engine.engine import Engine, Request, Round, Running, TokenLogprob
+from nextn.engine.params import SamplingParams
+from nextn.engine.stream import TextStream
+from nextn.engine.text import Tokenizer, load_tokenizer
+from nextn.errors import NextnError
+from nextn.models.decoder import Decoder, Drafter
+from nextn.models.load import LoadReport, Progress, default_dtype, load_decoder, load_drafter
+
+Prompt = str | Sequence[int]
+DRAFT_TOKENS = 3
+MAX_NEW_TOKENS = 256
+"""Where neither the caller nor generation_config.json says."""
+DTYPE_NAMES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass
+class Model:
+    """A loaded checkpoint.
+
+    Attributes:
+        folder: where its files are.
+        target: the decoder, its head inside unless `separate` or loaded without one.
+        draft: a separately loaded draft model, None natively.
+        tokenizer: None where the checkpoint ships none.
+        defaults: stop ids and sampling defaults that the checkpoint declares.
+        report, draft_report: what loading read and holds.
+    """
+
+    folder: Path
+    target: Decoder
+    draft: Drafter | None
+    tokenizer: Tokenizer | None
+    defaults: GenerationDefaults
+    report: LoadReport
+    draft_report: LoadReport | None = None
+
+    @property
+    def has_head(self) -> bool:
+        return (self.draft or self.target).mtp is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Held by target, head and, where separate, the draft model."""
+        return self.report.weight_bytes + (self.draft_report.weight_bytes if self.draft_report else 0)
+
+
+@dataclass
+class Generation:
+    """What one prompt gave. Counting as everywhere in nextn: the prefill's token is not a round.
+
+    Attributes:
+        text: None where there is no tokenizer.
+        tokens: generated ids, the stop id that ended them included.
+        prompt_tokens: length of the prompt.
+        rounds: verify forwards that were needed.
+        drafted, accepted: proposals verified, and those that matched.
+        acceptance: by position i, the share of rounds in which d1..di were all accepted.
+        seconds: wall time from prefill to the last token, of the whole batch that the prompt was decoded in.
+        finish_reason: ``stop`` or ``length``.
+        draft_rounds: every round's drafts, how many were accepted, and the tokens kept.
+        logprobs: one entry a token where asked for.
+    """
+
+    text: str | None
+    tokens: list[int]
+    prompt_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance: list[float]
+    seconds: float
+    prefill_seconds: float
+    finish_reason: str | None
+    draft_rounds: list[Round] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens gained a verify, 1 + accepted / rounds; None at 0 rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over `seconds`."""
+        return len(self.tokens) / self.seconds if self.seconds > 0 else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that ``nextn generate --json`` prints."""
+        out: dict[str, Any] = {
+            "text": self.text,
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "accept_length": self.accept_length,
+            "acceptance": self.acceptance,
+            "seconds": self.seconds,
+            "prefill_seconds": self.prefill_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "finish_reason": self.finish_reason,
+        }
+        if self.logprobs:
+            out["logprobs"] = [
+                {"token": p.token, "logprob": p.logprob, "top": [{"token": t, "logprob": v} for t, v in p.top]}
+                for p in self.logprobs
+            ]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a stream yields: the tokens that one prompt gained in one forward.
+
+    Attributes:
+        index: which prompt.
+        tokens: new ids.
+        text: new text, "" while a character or a stop string is undecided.
+        round: the verify behind it, None for the prefill's token.
+    """
+
+    index: int
+    tokens: tuple[int, ...]
+    text: str
+    round: Round | None
+
+
+def load(
+    source: str | Path | None = None,
+    *,
+    mtp: bool = True,
+    separate_draft: bool = False,
+    head: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Load a checkpoint and its MTP head in one pass.
+
+    Args:
+        source: folder or hub repository; None is the embedded model.
+        mtp: with the head. Without one in the checkpoint this is an error that says so.
+        separate_draft: build the head as a second model from the same files, to compare against.
+        head: take the head from this folder instead, for trying one before it is merged.
+        dtype: of weights and computation; float32 on a CPU and the checkpoint's own elsewhere by default.
+        device: ``cpu``, ``cuda``, ...; a GPU where there is one by default.
+        revision, token, cache_dir: of the hub.
+        progress: called with (bytes read, bytes in all).
+    Raises:
+        NextnError: nothing there, no head, quantised, incomplete or damaged weights.
+    """
+    folder = local_folder(
+        source if source is not None else embedded_model(), revision=revision, token=token, cache_dir=cache_dir
+    )
+    checkpoint = open_checkpoint(folder)
+    where = _device(device)
+    kind = _dtype(dtype) if dtype is not None else default_dtype(checkpoint, where)
+    head_source = open_checkpoint(local_folder(head, token=token, cache_dir=cache_dir)) if head is not None else None
+    target, report = load_decoder(
+        checkpoint,
+        dtype=kind,
+        device=where,
+        mtp=mtp and not separate_draft,
+        head=head_source,
+        progress=progress,
+    )
+    draft, draft_report = None, None
+    if mtp and separate_draft:
+        draft, draft_report = load_drafter(checkpoint, dtype=kind, device=where, head=head_source, progress=progress)
+    tokenizer = load_tokenizer(folder)
+    defaults = read_defaults(
+        checkpoint.config, checkpoint.json("generation_config.json"), tokenizer.eos_ids if tokenizer else ()
+    )
+    return Model(folder, target, draft, tokenizer, defaults, report, draft_report)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError):
+        raise NextnError(
+            f"There is no device {device} here.", "Use `cpu`, or `cuda` on a machine with a GPU."
+        ) from None
+    return chosen
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPE_NAMES:
+        raise NextnError(f"{dtype!r} is not a dtype that nextn decodes in.", f"Use one of {', '.join(DTYPE_NAMES)}.")
+    return DTYPE_NAMES[dtype]
+
+
+def sampling_params(model: Model, **options: Any) -> SamplingParams:
+    """Options over the checkpoint's own defaults; where neither says, greedy decoding of MAX_NEW_TOKENS.
+
+    Raises:
+        NextnError: an option that does not exist or is out of range.
+    """
+    known = {f.name for f in fields(SamplingParams)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise NextnError(f"There is no option {unknown[0]!r}.", f"Options are {', '.join(sorted(known))}.")
+    given = {name: value for name, value in options.items() if value is not None}
+    merged = {"max_tokens": MAX_NEW_TOKENS, **model.defaults.options, **given}
+    merged.setdefault("temperature", 0.0)
+    if merged.get("min_tokens", 0) > merged["max_tokens"] and "max_tokens" not in given:
+        merged["max_tokens"] = merged["min_tokens"]
+    return SamplingParams(**merged)
+
+
+@overload
+def generate(model: Model, prompts: Prompt, **options: Any) -> Generation: ...
+@overload
+def generate(model: Model, prompts: Sequence[Prompt], **options: Any) -> list[Generation]: ...
+def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
+    """Decode prompts together, losslessly, with the head (unless `draft_tokens` is 0).
+
+    Args:
+        model: from `load`.
+        prompts: text or token ids, one or several.
+        options: `draft_tokens` (K, 0 to 8; 3 by default), `chunk`, `on_step` (called with each `Step`), and the
+            fields of `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the
+            checkpoint's own defaults.
+    Returns:
+        a `Generation`, or a list of them for several prompts.
+    Raises:
+        NextnError: bad options, an empty prompt, one longer than the context, text without a tokenizer.
+    """
+    on_step: Callable[[Step], None] | None = options.pop("on_step", None)
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment,list-item]
+    run = Run(model, batch, **options)
+    for step in run:
+        if on_step is not None:
+            on_step(step)
+    return run.results[0] if single else run.results
+
+
+def stream(model: Model, prompt: Prompt, **options: Any) -> Iterator[Step]:
+    """Decode one prompt and yield what each forward gave; options as in `generate`."""
+    yield from Run(model, [prompt], **options)
+
+
+class Run:
+    """One decoding of several prompts: iterate over it for steps, then read `results`.
+
+    Args:
+        model, prompts, options: as in `generate`; `options_each` gives each prompt its own options instead.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Prompt],
+        *,
+        draft_tokens: int | None = None,
+        chunk: int = 512,
+        options_each: Sequence[Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        if draft_tokens is None:
+            draft_tokens = DRAFT_TOKENS if model.has_head else 0
+        self.model, self.progress = model, progress
+        self.engine = Engine(model.target, draft=model.draft, draft_tokens=draft_tokens, chunk=chunk)
+        self.requests = [
+            self._request(p, options if options_each is None else options_each[i]) for i, p in enumerate(prompts)
+        ]
+        self.results: list[Generation] = []
+
+    def _request(self, prompt: Prompt, options: Mapping[str, Any]) -> Request:
+        params = sampling_params(self.model, **options)
+        tokenizer = self.model.tokenizer
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise NextnError(
+                    f"{self.model.folder} ships no tokenizer, so text cannot be encoded.",
+                    "Give token ids (`--prompt-ids 1,2,3`).",
+                )
+            ids: Sequence[int] = tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        text = TextStream(tokenizer, prompt_ids=ids, stop=params.stop, min_tokens=params.min_tokens)
+        return Request(ids, params, frozenset(self.model.defaults.eos_ids), text)
+
+    def __iter__(self) -> Iterator[Step]:
+        started = time.perf_counter()
+        sequences: dict[int, Running] = {}
+        ended: dict[int, float] = {}
+        for news in self.engine.rounds(self.requests, progress=self.progress):
+            now = time.perf_counter() - started
+            for s, update in news:
+                sequences[s.index] = s
+                if s.finish is not None:
+                    ended[s.index] = now
+                yield Step(s.index, update.tokens, update.text, update.round)
+        self.results = [
+            self._result(sequences[i], ended.get(i, time.perf_counter() - started)) for i in range(len(self.requests))
+        ]
+
+    def _result(self, s: Running, seconds: float) -> Generation:
+        k, rounds = self.engine.k, len(s.rounds)
+        stream = s.request.stream
+        return Generation(
+            text=stream.text if stream is not None else None,
+            tokens=s.tokens,
+            prompt_tokens=len(s.request.prompt),
+            rounds=rounds,
+            drafted=rounds * k,
+            accepted=sum(r.accepted for r in s.rounds),
+            acceptance=[sum(r.accepted > i for r in s.rounds) / rounds for i in range(k)] if rounds else [],
+            seconds=seconds,
+            prefill_seconds=self.engine.stats.prefill_seconds,
+            finish_reason=s.finish,
+            draft_rounds=s.rounds,
+            logprobs=s.logprobs,
+        )
+
+
+def memory(model: Model, run: Run) -> dict[str, int]:
+    """Bytes held: weights in all, of them the separate draft model's, what native loading would hold, the caches."""
+    draft = model.draft_report.weight_bytes if model.draft_report is not None else 0
+    head = model.draft_report.head_bytes if model.draft_report is not None else 0
+    return {
+        "weight_bytes": model.weight_bytes,
+        "head_bytes": head or model.report.head_bytes,
+        "draft_weight_bytes": draft,
+        "native_weight_bytes": model.report.weight_bytes + head,
+        "cache_bytes": run.engine.stats.cache_bytes,
+    }

@@ -1,0 +1,87 @@
+"""The sequences being decoded together, as tensors: what one round reads and leaves for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nextn.engine.sampling import SamplingState
+
+
+@dataclass
+class Batch:
+    """Decoding state of `batch` sequences.
+
+    Attributes:
+        lengths: [batch] int64, committed positions L; position L is the bonus token's.
+        bonus: [batch] int64, the token that the target gave last, in no cache yet.
+        drafts: [batch, K] int64.
+        draft_probs: [batch, K, vocab] that the drafts were drawn from, None where drafting is greedy.
+        committed: [batch] int64, rows of the last target forward that were kept.
+        table: [batch, n] int64 page ids; rows are padded with page 0.
+        slots: [batch] int64 sequence slots.
+        sampling: parameters and counts.
+        bound: host-side upper bound of the lengths.
+    """
+
+    lengths: Tensor
+    bonus: Tensor
+    drafts: Tensor
+    draft_probs: Tensor | None
+    committed: Tensor
+    table: Tensor
+    slots: Tensor
+    sampling: SamplingState
+    bound: int
+
+    @property
+    def size(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def draft_tokens(self) -> int:
+        return self.drafts.shape[1]
+
+    def keep(self, rows: Sequence[int]) -> Batch:
+        """Only these sequences, in this order."""
+        at = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
+        return Batch(
+            self.lengths[at],
+            self.bonus[at],
+            self.drafts[at],
+            self.draft_probs[at] if self.draft_probs is not None else None,
+            self.committed[at],
+            self.table[at],
+            self.slots[at],
+            self.sampling.select(rows),
+            self.bound,
+        )
+
+
+def join(batches: Sequence[Batch], sampling: SamplingState) -> Batch:
+    """Several batches of the same K as one; `sampling` describes all their sequences in order."""
+    width = max(b.table.shape[1] for b in batches)
+    probs: list[Tensor] = []
+    if not sampling.plan.all_greedy:
+        for b in batches:
+            given = b.draft_probs
+            if given is None:
+                given = F.one_hot(b.drafts, sampling.vocab_size).to(torch.float32)
+            probs.append(given)
+        high = torch.float64 if any(p.dtype == torch.float64 for p in probs) else torch.float32
+        probs = [p.to(high) for p in probs]
+    return Batch(
+        torch.cat([b.lengths for b in batches]),
+        torch.cat([b.bonus for b in batches]),
+        torch.cat([b.drafts for b in batches]),
+        torch.cat(probs) if probs else None,
+        torch.cat([b.committed for b in batches]),
+        torch.cat([F.pad(b.table, (0, width - b.table.shape[1])) for b in batches]),
+        torch.cat([b.slots for b in batches]),
+        sampling,
+        max(b.bound for b in batches),
+    )

@@ -1,0 +1,92 @@
+"""Storage that a decode keeps: target keys and values, draft keys and values, recurrent snapshots. Fixed once made.
+
+Target and draft have separate pools under one map from positions to slots. Delta-net layers keep, for each
+sequence, the state after each row of the last forward, and a window of the convolution's inputs; which of them the
+next forward starts from is an index (`committed`: rows of the last forward that were kept), so that accepting some
+draft tokens copies nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nextn.errors import NextnError
+from nextn.models.config import DecoderConfig
+
+
+class Cache:
+    """All pools of one engine.
+
+    Args:
+        config: the decoder.
+        pages: pages of keys and values, shared by all sequences.
+        page_size: positions a page.
+        sequences: how many sequences can be held at once (recurrent layers).
+        rows: most rows of a decoding forward, K + 1.
+        dtype, device: of keys and values; states are in at least float32.
+
+    Attributes:
+        k, v: [full layers, pages, page_size, kv_heads, head_dim] of the target.
+        draft_k, draft_v: the same with the head's layers first.
+        states: [linear layers, sequences, rows, v_heads, k_dim, v_dim].
+        conv: [linear layers, sequences, kernel - 1 + rows, channels].
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        pages: int,
+        page_size: int,
+        sequences: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size, self.rows, self.kernel = page_size, rows, max(config.conv, 1)
+        self.dtype, self.device = dtype, device
+        c = config
+        page = (pages, page_size, c.kv_heads, c.head_dim)
+        high = torch.float64 if dtype == torch.float64 else torch.float32
+        self.k, self.v = (torch.zeros(c.full_layers, *page, dtype=dtype, device=device) for _ in range(2))
+        self.draft_k, self.draft_v = (torch.zeros(c.head_layers, *page, dtype=dtype, device=device) for _ in range(2))
+        channels = 2 * c.gdn_k_heads * c.gdn_k_dim + c.gdn_v_heads * c.gdn_v_dim
+        shape = (c.linear_layers, sequences, rows, c.gdn_v_heads, c.gdn_k_dim, c.gdn_v_dim)
+        self.states = torch.zeros(shape, dtype=high, device=device)
+        self.conv = torch.zeros(
+            c.linear_layers, sequences, self.kernel - 1 + rows, channels, dtype=dtype, device=device
+        )
+        self.free_pages = list(range(pages - 1, -1, -1))
+        self.free_slots = list(range(sequences - 1, -1, -1))
+
+    def take(self, positions: int) -> tuple[list[int], int]:
+        """Reserve pages for so many positions, and a sequence slot with zeroed state.
+
+        Returns:
+            (page ids in order of position, slot).
+        Raises:
+            NextnError: not enough room.
+        """
+        count = -(-positions // self.page_size)
+        if count > len(self.free_pages) or not self.free_slots:
+            raise NextnError(
+                f"The cache has {len(self.free_pages)} free pages and {len(self.free_slots)} free sequences; "
+                f"this prompt needs {count} pages.",
+                "Lower max_tokens or the number of prompts at once.",
+            )
+        pages = [self.free_pages.pop() for _ in range(count)]
+        slot = self.free_slots.pop()
+        self.states[:, slot].zero_()
+        self.conv[:, slot].zero_()
+        return pages, slot
+
+    def give_back(self, pages: list[int], slot: int) -> None:
+        """Return what `take` reserved."""
+        self.free_pages.extend(reversed(pages))
+        self.free_slots.append(slot)
+
+    @property
+    def nbytes(self) -> int:
+        pools: tuple[Tensor, ...] = (self.k, self.v, self.draft_k, self.draft_v, self.states, self.conv)
+        return sum(p.numel() * p.element_size() for p in pools)

@@ -1,0 +1,112 @@
+"""Contexts over the cache: how the rows of a decoding or prefill forward see what came before them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nextn.engine.cache import Cache
+from nextn.kernels import attention, gdn
+from nextn.kernels.rope import Rope, qk_norm_rope
+from nextn.models.context import DeltaInput, QKNorm
+
+
+class Rows:
+    """Where the rows of one forward stand; shared by the target's context and the head's.
+
+    Args:
+        cache: the pools.
+        table: [batch, n] page ids.
+        positions: [batch, rows] int64, consecutive in each sequence.
+        bound: keys to look at, at least the largest position + 1.
+        slots: [batch] sequence slots.
+        committed: [batch] int64, rows of the last forward that were kept (1 after a prefill).
+        prefill: many rows, of which only the last one's state is kept.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        table: Tensor,
+        positions: Tensor,
+        bound: int,
+        slots: Tensor,
+        committed: Tensor,
+        *,
+        prefill: bool = False,
+    ) -> None:
+        self.cache, self.table, self.positions, self.bound = cache, table, positions, bound
+        self.slots, self.committed, self.prefill = slots, committed, prefill
+
+    @cached_property
+    def kv_slots(self) -> Tensor:
+        return attention.slots_of(self.table, self.positions, self.cache.page_size)
+
+    @cached_property
+    def start_state(self) -> Tensor:
+        """Flat index [batch] of the snapshot to start from."""
+        return self.slots * self.cache.rows + self.committed - 1
+
+    @cached_property
+    def start_columns(self) -> Tensor:
+        """Flat indices [batch * (kernel - 1)] of the convolution inputs before the first row."""
+        width = self.cache.kernel - 1 + self.cache.rows
+        first = self.slots * width + self.committed
+        return (first[:, None] + torch.arange(self.cache.kernel - 1, device=first.device)).view(-1)
+
+
+class TargetContext:
+    """The target's keys, values and recurrent state."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.positions = rows.positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm, rope: Rope) -> Tensor:
+        cache = self.rows.cache
+        return _attend(self.rows, cache.k[layer], cache.v[layer], q, k, v, norms, rope)
+
+    def delta(self, layer: int, x: DeltaInput) -> Tensor:
+        """Starts from the snapshot and window that `committed` selects; leaves a snapshot after each row."""
+        cache, slots = self.rows.cache, self.rows.slots
+        batch, rows, channels = x.mixed.shape
+        conv, states = cache.conv[layer], cache.states[layer]
+        before = conv.view(-1, channels).index_select(0, self.rows.start_columns).view(batch, -1, channels)
+        window = torch.cat((before, x.mixed), 1)
+        q, k, v = x.split(gdn.causal_conv(window, x.conv))
+        g, beta = gdn.decay_and_strength(x.a, x.b, x.a_log, x.dt_bias)
+        state = states.view(-1, *states.shape[2:]).index_select(0, self.rows.start_state)
+        if self.rows.prefill:
+            out, last = gdn.gdn_chunk(q, k, v, g, beta, state)
+            states[slots, 0] = last
+            conv[slots, 1 : cache.kernel] = window[:, window.shape[1] - cache.kernel + 1 :]
+        else:
+            out, after = gdn.gdn_step(q, k, v, g, beta, state)
+            states[slots, :rows] = after
+            conv[slots, : cache.kernel - 1 + rows] = window
+        return out
+
+
+class DraftContext:
+    """The head's own keys and values; a head has no recurrent layers. Never touches the target's pools."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.positions = rows.positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm, rope: Rope) -> Tensor:
+        cache = self.rows.cache
+        return _attend(self.rows, cache.draft_k[layer], cache.draft_v[layer], q, k, v, norms, rope)
+
+    def delta(self, layer: int, x: DeltaInput) -> Tensor:
+        raise AssertionError("an MTP head has no delta-net layers")
+
+
+def _attend(
+    rows: Rows, k_pool: Tensor, v_pool: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm, rope: Rope
+) -> Tensor:
+    q, k = qk_norm_rope(q, k, norms.q, norms.k, norms.eps, rope)
+    attention.write_kv(k, v, k_pool, v_pool, rows.kv_slots)
+    return attention.paged_attention(q, k_pool, v_pool, rows.table, rows.positions, rows.bound, q.shape[-1] ** -0.5)

@@ -1,0 +1,128 @@
+"""One round: verify, accept, extend, and the further draft steps (design: index arithmetic).
+
+With committed length L and bonus x_L, verify runs [x_L, d1..dK] at positions L..L+K. The target's own choices t_i
+accept a leading drafts; t_a is the new bonus. The extend runs the head over the same positions with the embeddings
+of t_i and the target's hidden states, overwriting the draft cache; its row a gives d1. The other drafts come from
+single-row steps at positions L+a+1, L+a+2, ..., each from the draft just made and the recycled hidden state.
+
+Nothing here synchronises with the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nextn.engine.batch import Batch
+from nextn.engine.cache import Cache
+from nextn.engine.contexts import DraftContext, Rows, TargetContext
+from nextn.engine.sampling import (
+    DRAFT,
+    SamplingState,
+    accept,
+    accept_greedy,
+    adjust,
+    process,
+    sample,
+    uniforms,
+)
+from nextn.models.decoder import Decoder, Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What a round decided.
+
+    Attributes:
+        tokens: [batch, K + 1]; the first accepted + 1 of a row are new.
+        accepted: [batch], how many draft tokens were kept.
+        drafts: [batch, K], what was verified.
+        logits: [batch, K + 1, vocab] of the target.
+        broken: [batch] bool, the target's logits held NaN.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    drafts: Tensor
+    logits: Tensor
+    broken: Tensor
+
+
+def decode_round(target: Decoder, draft: Drafter, cache: Cache, batch: Batch) -> RoundResult:
+    """Run a round and move the batch on, in place.
+
+    Args:
+        target: the model.
+        draft: whose head, embedding and output head draft: the target itself, or a separately loaded draft model.
+        cache: the pools.
+        batch: sequences of K draft tokens each; K = 0 is plain decoding.
+    """
+    k = batch.draft_tokens
+    rows = torch.cat((batch.bonus[:, None], batch.drafts), 1)
+    positions = batch.lengths[:, None] + torch.arange(k + 1, device=rows.device)
+    where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
+    post, pre = target(rows, TargetContext(where))
+    logits = target.logits(post)
+    tokens, accepted = _accept(logits, batch, positions)
+    result = RoundResult(tokens, accepted, batch.drafts, logits, logits.amax((-1, -2)).isnan())
+    kept = accepted + 1
+    batch.sampling.commit(tokens, kept)
+    batch.lengths = batch.lengths + kept
+    batch.committed = kept
+    batch.bonus = tokens.gather(1, accepted[:, None])[:, 0]
+    if k:
+        hidden = target.head_hidden(post, pre)
+        out, recycled = draft.head_forward(tokens, hidden, DraftContext(where))
+        batch.drafts, batch.draft_probs = draft_tokens(
+            draft, cache, batch, _row(out, accepted), _row(recycled, accepted), k, bound=batch.bound + 2 * k + 1
+        )
+    return result
+
+
+def draft_tokens(
+    draft: Drafter, cache: Cache, batch: Batch, out: Tensor, recycled: Tensor, k: int, *, bound: int
+) -> tuple[Tensor, Tensor | None]:
+    """d1..dK from the extend's row and K - 1 single-row steps; writes only the draft pool.
+
+    Args:
+        batch: already moved on: lengths count the kept rows, the bonus is the new one.
+        out, recycled: [batch, 1, hidden] of the head at the last committed position.
+        bound: keys to look at.
+    Returns:
+        (drafts [batch, K], the probabilities they were drawn from [batch, K, vocab] or None when all are greedy).
+    """
+    drafts = batch.lengths.new_empty((batch.size, 0))
+    probs: list[Tensor] = []
+    for step in range(k):
+        if step:
+            positions = (batch.lengths + step - 1)[:, None]
+            where = Rows(cache, batch.table, positions, bound, batch.slots, batch.committed)
+            out, recycled = draft.head_forward(drafts[:, -1:], recycled, DraftContext(where), step)
+        token, law = _draft(draft.logits(out), batch.sampling, drafts, batch.lengths + step + 1)
+        drafts = torch.cat((drafts, token), 1)
+        if law is not None:
+            probs.append(law)
+    return drafts, torch.cat(probs, 1) if probs else None
+
+
+def _accept(logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
+    state = batch.sampling
+    if state.plan.all_greedy:
+        return accept_greedy(adjust(logits, state, batch.drafts).argmax(-1), batch.drafts)
+    probs = process(logits, state, batch.drafts)
+    return accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
+
+
+def _draft(logits: Tensor, state: SamplingState, drafts: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
+    """One draft token a sequence from head logits [batch, 1, vocab], processed as the target's row will be."""
+    if state.plan.all_greedy:
+        return adjust(logits, state, drafts, drafts.shape[1]).argmax(-1), None
+    law = process(logits, state, drafts, drafts.shape[1])
+    return sample(law, uniforms(state.seed, position)[:, None, DRAFT]), law
+
+
+def _row(x: Tensor, at: Tensor) -> Tensor:
+    """Row at[b] of x [batch, rows, hidden] -> [batch, 1, hidden]."""
+    return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[-1]))
