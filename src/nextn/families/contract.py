@@ -15,10 +15,15 @@ Placeholders in names and keys:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
+
+from nextn.errors import NextnError
+
+MAX_EXPECTED = 4_000_000
+"""Tensors of a head, at most, counted before any is named."""
 
 Dims = Mapping[str, int]
 """Symbolic dimension or flag -> number; made by `nextn.families.geometry`."""
@@ -35,6 +40,7 @@ class TensorSpec:
         when: flags of the geometry that must all be non-zero for the tensor to exist; ``!flag`` negates.
         optional: may be absent without being missing (copies of shared tensors, buffers).
         experts: for expert tensors, the storage that this spec describes; the keys found decide which applies.
+        aliases: further keys under which exporters store the same tensor; `key` is the published one.
     """
 
     name: str
@@ -43,13 +49,19 @@ class TensorSpec:
     when: tuple[str, ...] = ()
     optional: bool = False
     experts: Literal["", "split", "grouped"] = ""
+    aliases: tuple[str, ...] = ()
 
     def applies(self, dims: Dims) -> bool:
         """Whether the tensor exists in a checkpoint of these dimensions."""
         return all((dims.get(w[1:], 0) == 0) if w.startswith("!") else dims.get(w, 0) != 0 for w in self.when)
 
     def sizes(self, dims: Dims) -> tuple[int, ...]:
-        """The shape in numbers. Raises KeyError with the dimension's name where the geometry lacks it."""
+        """The shape in numbers, `ANY` where it is not pinned.
+
+        Raises:
+            KeyError: the geometry lacks a dimension; the argument is its name.
+            NextnError: the config holds a value for it that cannot be.
+        """
         return tuple(size(s, dims) for s in self.shape)
 
     @property
@@ -57,8 +69,19 @@ class TensorSpec:
         return frozenset(re.findall(r"\{(\w)\}", self.key))
 
 
+ANY = -1
+"""A size that no source pins (written ``?`` in a table), or that differs between head layers."""
+
+
+def fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor's shape is the expected one; `ANY` fits every size."""
+    return len(shape) == len(wanted) and all(w in (ANY, n) for n, w in zip(shape, wanted, strict=True))
+
+
 def size(expression: str, dims: Dims) -> int:
     """Evaluate a symbolic size: ``+`` of ``*`` of names and integers. ``size("2*hidden", {"hidden": 8}) == 16``."""
+    if expression == "?":
+        return ANY
     total = 0
     for term in expression.split("+"):
         product = 1
@@ -89,8 +112,8 @@ class Family:
         architectures, model_types: what config.json may say; nested ``text_config`` values included.
         layer_count: dotted config paths that declare how many head layers there are; the first present wins.
         default_layers: layers that the family ships when nothing is declared; None if it then ships none.
-        head: the head's tensors.
-        prefixes: prefixes that exporters are known to put before the head's keys; "" always comes first.
+        head: the head's tensors; their keys all start with ``model.``, or none does.
+        prefixes: prefixes that exporters are known to put before the head's keys (see `join`); "" always comes first.
         fuse: ``concat`` of embedding and hidden through one matrix, or ``sum`` of two projections.
         order: which half comes first in the concatenation.
         norm: ``plain`` (x * w) or ``one_plus`` (x * (1 + w), weights stored around zero).
@@ -106,6 +129,11 @@ class Family:
         target_prefixes: prefixes before the target's keys, replacing the leading ``model.`` of `target`.
         ignored: regular expressions of keys that are not the language model (vision towers, buffers).
         foreign: regular expressions of keys under the head's prefix that belong to another drafter.
+        constants: dimensions and flags that no config spells out, e.g. ``("q_gate", 2)``.
+        derive: dimensions and flags that follow from this family's own config fields.
+        confidence: ``full`` where a loader or a published checkpoint pins every key; ``partial`` where some tensor,
+            shape or count is an inference, so that nothing may be called missing on its strength alone.
+        note: what is not pinned, or what else a reader of a report should know.
         source: where the layout was read (engine file, transformers file, or config).
     """
 
@@ -132,6 +160,10 @@ class Family:
     target_prefixes: tuple[str, ...] = ("model.",)
     ignored: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    constants: tuple[tuple[str, int], ...] = ()
+    derive: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
+    confidence: Literal["full", "partial"] = "full"
+    note: str = ""
     source: str = ""
 
     # -- the mapping, both ways ---------------------------------------------------------------
@@ -154,7 +186,7 @@ class Family:
                 found = {k: int(v) for k, v in match.groupdict().items()}
                 found.setdefault("i", 0)
                 found["n"] = layers + found["i"]
-                return prefix + fill(spec.key, found)
+                return join(prefix, fill(spec.key, found))
         raise KeyError(name)
 
     def locate(self, key: str, *, layers: int = 0) -> Located | None:
@@ -163,7 +195,9 @@ class Family:
             if not key.startswith(prefix):
                 continue
             bare = key[len(prefix) :]
-            for spec, pattern in self._head_patterns:
+            if prefix.startswith("model.") and self.head[0].key.startswith("model."):
+                bare = f"model.{bare}"
+            for spec, pattern in (*self._by_tail.get(_tail(bare, 2), ()), *self._by_tail.get(_tail(bare, 1), ())):
                 match = pattern.fullmatch(bare)
                 if match:
                     found = {k: int(v) for k, v in match.groupdict().items()}
@@ -180,8 +214,16 @@ class Family:
         """Every head tensor that a checkpoint of these dimensions must or may hold.
 
         Yields (canonical name, checkpoint key, shape, spec); optional ones too, see ``spec.optional``.
+
+        Raises:
+            KeyError, NextnError: as `TensorSpec.sizes`; NextnError too for a count that no checkpoint can hold.
         """
         layers = dims.get("layers", 0)
+        if head_layers * max(dims.get("experts", 0), 1) * len(self.head) > MAX_EXPECTED:
+            raise NextnError(
+                f"config.json declares {head_layers} head layers of {dims.get('experts', 0)} experts, which cannot be.",
+                "Correct config.json.",
+            )
         for spec in self.head:
             if not spec.applies(dims) or spec.experts not in ("", experts):
                 continue
@@ -189,11 +231,30 @@ class Family:
             for i in range(head_layers) if marks & {"i", "n"} else (0,):
                 for e in range(dims.get("experts", 0)) if "e" in marks else (0,):
                     at = {"i": i, "n": layers + i, "e": e}
-                    yield fill(spec.name, at), prefix + fill(spec.key, at), spec.sizes(dims), spec
+                    yield fill(spec.name, at), join(prefix, fill(spec.key, at)), spec.sizes(dims), spec
 
     @cached_property
-    def _head_patterns(self) -> tuple[tuple[TensorSpec, re.Pattern[str]], ...]:
-        return tuple((spec, _pattern(spec.key)) for spec in self.head)
+    def _by_tail(self) -> dict[str, list[tuple[TensorSpec, re.Pattern[str]]]]:
+        """Specs by the last parts of their keys, so that a key is compared with few of them."""
+        table: dict[str, list[tuple[TensorSpec, re.Pattern[str]]]] = {}
+        for spec in self.head:
+            for key in (spec.key, *spec.aliases):
+                tail = _tail(key, 2)
+                table.setdefault(tail if "{" not in tail else _tail(key, 1), []).append((spec, _pattern(key)))
+        return table
+
+
+def join(prefix: str, key: str) -> str:
+    """A key under an exporter's prefix; ``model.`` is not doubled.
+
+    ``join("model.language_model.", "model.layers.45.enorm.weight") == "model.language_model.layers.45.enorm.weight"``
+    """
+    return prefix + (key.removeprefix("model.") if prefix.startswith("model.") else key)
+
+
+def _tail(key: str, parts: int) -> str:
+    """The last dotted parts of a key: ``_tail("a.b.weight", 2) == "b.weight"``."""
+    return ".".join(key.rsplit(".", parts)[-parts:])
 
 
 @lru_cache(maxsize=8192)
