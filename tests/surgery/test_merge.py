@@ -150,7 +150,7 @@ def test_auto_casts_to_what_the_base_has(pair: tuple[Path, Path], tmp_path: Path
     plan = merge(base, donor, tmp_path / "out")
     head, wide = head_of(read(tmp_path / "out")), head_of(read(donor))
     assert {p.cast for p in plan.head.pieces} == {"F32"}
-    for key, (dtype, shape, raw) in wide.items():
+    for key, (_, shape, raw) in wide.items():
         assert head[key][:2] == ("BF16", shape)
         values = np.frombuffer(raw, "<f4").astype(np.float64)
         got = (np.frombuffer(head[key][2], "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
@@ -243,7 +243,7 @@ def test_copies_of_shared_tensors_are_not_taken(pair: tuple[Path, Path], tmp_pat
 
 
 def test_heads_that_do_not_belong_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    base, donor = pair
+    base, _ = pair
     partial = checkpoint(tiny_qwen3_5())
     partial.drop(lambda k: k in ("mtp.fc.weight", "mtp.norm.weight"))
     moe = checkpoint(tiny_qwen3_5_moe())
@@ -279,8 +279,8 @@ def test_a_geometry_that_shapes_do_not_show_is_refused(tmp_path: Path) -> None:
 
 def test_bases_that_cannot_be_merged_into_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, donor = pair
+    (tmp_path / "there").mkdir()
     with pytest.raises(NextnError, match="exists already"):
-        (tmp_path / "there").mkdir()
         merge(base, donor, tmp_path / "there")
     with pytest.raises(NextnError, match="inside the base"):
         merge(base, donor, base / "out")
@@ -300,7 +300,7 @@ def test_an_index_that_still_names_a_lost_head_is_mended(pair: tuple[Path, Path]
     (base / HEAD_SHARD).unlink()
     merge(base, donor, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert {f for f in index.values()} == {TRUNK_SHARD, "model-mtp.safetensors"}
+    assert set(index.values()) == {TRUNK_SHARD, "model-mtp.safetensors"}
     assert trunk_of(read(tmp_path / "out")).keys() == checkpoint(tiny_qwen3_5()).shards[TRUNK_SHARD].keys()
     assert head_of(read(tmp_path / "out")) == head_of(read(donor))
 

@@ -1,4 +1,4 @@
-"""Casts equal torch's bit for bit; FP8 and its scales equal torch's float8; the header is one that safetensors reads."""
+"""Casts equal torch's bit for bit, FP8 with its scales too; the header is one that safetensors reads."""
 
 from __future__ import annotations
 

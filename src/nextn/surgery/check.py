@@ -78,15 +78,21 @@ def require_fit(head: Facts, base: Facts) -> None:
                 "Take a head of the base's own family.",
             )
     shapes = _shapes(head, family, base.dims)
-    for name, tensor in head.head.items():
-        if is_shared_copy(tensor, family, base.dims) or tensor.form not in ("full", "fp8") or name not in shapes:
-            continue
-        if tensor.weight.shape != shapes[name]:
-            raise NextnError(
-                f"{tensor.weight.key} has shape {list(tensor.weight.shape)} in {head.checkpoint.source}"
-                f" and must have {list(shapes[name])} for {base.checkpoint.source}.",
-                "Take a head that was made for a model of this size.",
-            )
+    wrong = [
+        (tensor.weight, shapes[name], name)
+        for name, tensor in head.head.items()
+        if tensor.form in ("full", "fp8")
+        and not is_shared_copy(tensor, family, base.dims)
+        and not _fits(tensor.weight.shape, shapes[name])
+    ]
+    if wrong:
+        weight, wanted, _ = max(wrong, key=lambda w: (w[2].endswith(".fuse.weight"), len(w[1])))
+        more = f" ({len(wrong) - 1} more differ)" if len(wrong) > 1 else ""
+        raise NextnError(
+            f"{weight.key} has shape {list(weight.shape)} in {head.checkpoint.source}"
+            f" and must have {_shown(wanted)} for {base.checkpoint.source}{more}.",
+            "Take a head that was made for a model of this size.",
+        )
     if head.checkpoint.config is base.checkpoint.config:
         return
     used = {n for t in head.head.values() for s in t.spec.shape for n in re.findall(r"[a-z_]+", s)} - {"vocab", "one"}
@@ -97,6 +103,15 @@ def require_fit(head: Facts, base: Facts) -> None:
                 f"The head was made for {name} = {theirs} and the base has {name} = {mine}.",
                 "Take a head that was made for a model of this geometry.",
             )
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a shape is the wanted one; negative sizes are those that the contract does not pin."""
+    return len(shape) == len(wanted) and all(w < 0 or w == n for n, w in zip(shape, wanted, strict=True))
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join("?" if n < 0 else str(n) for n in shape) + "]"
 
 
 def _shapes(head: Facts, family: Family, dims: Dims) -> dict[str, tuple[int, ...]]:

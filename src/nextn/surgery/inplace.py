@@ -136,4 +136,3 @@ def _forward(base: Path) -> None:
     flush_folder(base)
     os.unlink(stage / JOURNAL)
     shutil.rmtree(stage)
-    flush_folder(base)

@@ -6,6 +6,7 @@ loses), so that the next run can tell a leftover from a neighbour's work and rem
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -41,7 +42,8 @@ def write(plan: Plan, advance: Advance = quiet) -> dict[str, str]:
         _flush_folders(stage)
         refuse_existing(plan.out)
         os.rename(stage, out)
-        flush_folder(out.parent)
+        with contextlib.suppress(OSError):  # OUT is there and whole; only a power cut could still undo the rename.
+            flush_folder(out.parent)
         return hashes
     except OSError as error:
         raise disk_error(error, out) from None
