@@ -109,8 +109,9 @@ def _sglang_skipped(texts: Sequence[str], module: Built, expands: bool) -> bool:
 
 
 def _sglang_modelopt(texts: Sequence[str], module: Built, expands: bool) -> bool:
+    """Experts are matched by the globs alone; a glob may fit the whole name or one part of it."""
     names = {module.name, module.name.removeprefix("language_model.")}
-    return _sglang_skipped(texts, module, expands) or any(
+    return (not module.experts and _sglang_skipped(texts, module, expands)) or any(
         _glob(t, name) or any(_glob(t, part) for part in name.split(".")) for t in texts for name in names
     )
 
@@ -119,7 +120,7 @@ def _sglang_compressed(texts: Sequence[str], module: Built, expands: bool) -> bo
     def test(name: str) -> bool:
         return _equal_or_regex(texts, name) or any(name.endswith(f".{t}") for t in texts if not t.startswith("re:"))
 
-    if module.parts and (expands or module.experts) and module.name not in texts:
+    if module.experts or (module.parts and expands and module.name not in texts):
         return _over_parts(test, module.parts)
     return test(module.name)
 

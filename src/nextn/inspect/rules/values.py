@@ -98,7 +98,7 @@ def values_nonfinite(case: Case, values: tuple[Values, ...]) -> Iterator[Finding
 
 
 def values_zero(case: Case, values: tuple[Values, ...]) -> Iterator[Finding]:
-    zero = [v.tensor.weight.key for v in values if v.matrix and v.low == 0 == v.high and not v.nans]
+    zero = [v.tensor.weight.key for v in values if v.matrix and v.low == 0 == v.high and not (v.nans or v.infinities)]
     if zero:
         yield Finding(
             "values-zero",
