@@ -52,17 +52,17 @@ def hf_model(kind: str, *, tied: bool = False, seed: int = 0, **extra: Any) -> t
     torch.manual_seed(seed)
     common = {"tie_word_embeddings": tied, "initializer_range": 0.1, **extra}
     if kind == "qwen3_next":
-        model = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**HYBRID, **MOE, decoder_sparse_step=1, **common))
+        model = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**{**HYBRID, **MOE, **common, "decoder_sparse_step": 1}))
     elif kind in ("qwen3_5", "qwen3_5_nested"):
-        model = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**HYBRID, **common))
+        model = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**{**HYBRID, **common}))
     elif kind == "qwen3_5_moe":
-        model = hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**HYBRID, **MOE, **common))
+        model = hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**{**HYBRID, **MOE, **common}))
     elif kind == "llama":
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**DENSE, **common))
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**DENSE, **common}))
     elif kind == "qwen2":
-        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**DENSE, **common))
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**{**DENSE, **common}))
     elif kind == "qwen3":
-        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**DENSE, head_dim=16, **common))
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**DENSE, "head_dim": 16, **common}))
     else:
         raise ValueError(kind)
     with torch.no_grad():
@@ -72,7 +72,9 @@ def hf_model(kind: str, *, tied: bool = False, seed: int = 0, **extra: Any) -> t
     return model.eval()
 
 
-def make_checkpoint(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, head: bool = True, **extra: Any) -> Path:
+def make_checkpoint(
+    folder: Path, kind: str, *, tied: bool = False, seed: int = 0, head: bool = True, **extra: Any
+) -> Path:
     """Save `hf_model` to a folder and add a random head in the family's own layout.
 
     ``qwen3_5_nested`` is stored as published: nested ``text_config``, keys under ``model.language_model.``.

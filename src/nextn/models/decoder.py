@@ -84,7 +84,8 @@ def _scaled_frequencies(config: DecoderConfig, kind: str) -> tuple[Tensor, float
         "rope_parameters": {**config.rope, "partial_rotary_factor": config.rotary_dim / config.head_dim},
     }
     stand_in = PretrainedConfig(**fields)
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](stand_in, torch.device("cpu"))
+    with torch.device("cpu"):
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](stand_in, torch.device("cpu"))
     return inv_freq, float(scaling)
 
 
