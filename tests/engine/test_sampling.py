@@ -39,12 +39,22 @@ def test_the_ends_of_the_unit_interval(dtype: torch.dtype) -> None:
     assert sample(probs.expand(2, 5), draws).tolist() == [1, 3]
 
 
-def test_a_long_vocabulary_in_float32_loses_no_tail() -> None:
-    # A float32 cumulative sum stalls near 1: ids after 2**24 tiny steps would never come up.
-    width = 250_000
-    probs = torch.full((width,), 1 / width, dtype=torch.float32)
-    draws = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
-    assert (sample(probs.expand(40, width), draws) - draws * width).abs().max() < 2
+def test_a_long_tail_in_float32_is_not_lost() -> None:
+    # Added to 1 one after the other in float32, these steps would all be rounded away.
+    width = 200_000
+    probs = torch.full((width,), 1e-8, dtype=torch.float32)
+    probs[0] = 1
+    goal = 1 + 1e-8 * torch.tensor([0.5, 1000.5, 99_999.5, 199_990.5], dtype=torch.float64)
+    ids = sample(probs.expand(4, width), goal / (1 + 1e-8 * (width - 1)))
+    assert (ids - torch.tensor([1, 1001, 100_000, 199_991])).abs().max() <= 1
+
+
+def test_a_sum_that_steps_up_at_an_impossible_id_still_gives_a_possible_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rounding may make it where a device adds in parallel."""
+    bump = torch.tensor([0.25, 0.25 + 1e-16, 0.3, 1.0], dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda *_, **__: bump.expand(1, 4))
+    probs = torch.tensor([[0.25, 0.0, 0.0, 0.75]])
+    assert sample(probs, torch.tensor([0.27], dtype=torch.float64)).tolist() == [3]
 
 
 # -- acceptance: exact properties -------------------------------------------------------------------
@@ -306,6 +316,14 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         order = sorted(range(11), key=lambda i: -exact[b, t, i])[:4]
         assert ids[b, t].tolist() == order
         assert logs[b, t].tolist() == pytest.approx([exact[b, t, i] for i in order])
+
+
+def test_logprobs_of_half_precision_are_computed_in_float32() -> None:
+    logits = torch.linspace(-3, 3, 50).bfloat16()
+    chosen, _, logs = token_logprobs(logits, torch.tensor(7), 2)
+    exact = logits.double().log_softmax(-1)
+    assert chosen.item() == pytest.approx(exact[7].item(), rel=1e-6)
+    assert logs.tolist() == pytest.approx(exact[[49, 48]].tolist(), rel=1e-6)
 
 
 def test_more_logprobs_than_ids() -> None:

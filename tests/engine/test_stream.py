@@ -22,6 +22,15 @@ texts = st.text(max_size=30)
 ids_lists = st.lists(st.integers(0, SIZE - 1), max_size=30)
 
 
+CHUNKY = byte_level(["ab aab\nbb é ba", "aaab bab é\n\nab é", "a ba b\né abé"] * 3)
+"""Tokens of several characters of the alphabet below, so that one token can complete several stop strings."""
+
+
+@pytest.fixture(scope="module")
+def chunky(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_folder(tmp_path_factory.mktemp("chunky"), CHUNKY))
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_folder(tmp_path_factory.mktemp("byte-level"), BYTE_LEVEL))
@@ -75,6 +84,20 @@ def test_a_leading_space_survives_in_the_middle_of_a_text() -> None:
     assert "".join(pieces(BYTE_FALLBACK, ids)) == "is the target"
 
 
+def test_a_prompt_of_byte_tokens_spoils_no_byte_that_follows() -> None:
+    def of(text: str) -> list[int]:
+        return [BYTE_FALLBACK.token_to_id(f"<0x{b:02X}>") for b in text.encode()]
+
+    # The last five ids of the prompt begin inside a character.
+    assert "".join(pieces(BYTE_FALLBACK, of("\x81"), of("\x80𐀀"))) == "\x81"
+
+
+def test_special_tokens_between_do_not_make_a_new_beginning() -> None:
+    before, after = (BYTE_FALLBACK.encode(t, add_special_tokens=False).ids for t in ("The head", "is"))
+    ids = [*before, *[BYTE_FALLBACK.token_to_id("</s>")] * 7, *after]
+    assert "".join(pieces(BYTE_FALLBACK, ids)) == BYTE_FALLBACK.decode(ids) == "The head is"
+
+
 def test_text_shown_stays_where_a_decoder_changes_its_mind() -> None:
     byte = [BYTE_FALLBACK.token_to_id(f"<0x{b:02X}>") for b in (0x41, 0xFF)]
     assert BYTE_FALLBACK.decode(byte) == REPLACEMENT * 2
@@ -109,11 +132,11 @@ stops = st.lists(st.text(alphabet, min_size=1, max_size=4), max_size=3, unique=T
 
 @given(st.text(alphabet, max_size=40), stops, st.integers(0, 6))
 def test_the_first_stop_string_cuts_where_decoding_by_characters_does(
-    tokenizer: Tokenizer, text: str, stop: list[str], min_tokens: int
+    chunky: Tokenizer, text: str, stop: list[str], min_tokens: int
 ) -> None:
-    ids = tokenizer.encode(text)
-    expected, count, string = by_character(pieces(BYTE_LEVEL, ids)[:-1], stop, min_tokens)
-    stream = TextStream(tokenizer, stop=stop, min_tokens=min_tokens)
+    ids = chunky.encode(text)
+    expected, count, string = by_character(pieces(CHUNKY, ids)[:-1], stop, min_tokens)
+    stream = TextStream(chunky, stop=stop, min_tokens=min_tokens)
     shown = ""
     for id in ids:
         shown += stream.push(id)
@@ -128,11 +151,11 @@ def test_the_first_stop_string_cuts_where_decoding_by_characters_does(
 
 
 @given(st.text(alphabet, max_size=40), stops)
-def test_only_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer, text: str, stop: list[str]) -> None:
-    stream = TextStream(tokenizer, stop=stop)
+def test_only_what_may_begin_a_stop_string_is_held_back(chunky: Tokenizer, text: str, stop: list[str]) -> None:
+    stream = TextStream(chunky, stop=stop)
     settled = ""
-    ids = tokenizer.encode(text)
-    for id, piece in zip(ids, pieces(BYTE_LEVEL, ids), strict=False):
+    ids = chunky.encode(text)
+    for id, piece in zip(ids, pieces(CHUNKY, ids), strict=False):
         settled += piece
         stream.push(id)
         if stream.stopped:
@@ -157,6 +180,33 @@ def test_a_stop_string_taken_from_any_unicode_text_is_found(
         stream.push(id)
     assert stream.stopped == stop
     assert stream.text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    "stop, expected, string",
+    [
+        (["b", "a"], "", "a"),  # complete first, though named last
+        (["aaab", "b"], "", "aaab"),  # complete at once: the longest
+        (["b", "aaab"], "", "aaab"),
+        (["ab", "aa"], "", "aa"),  # begins and ends before the other
+        (["aab", "b"], "a", "aab"),
+        (["aaab", "aa"], "", "aa"),
+    ],
+)
+def test_several_stop_strings_in_one_token(chunky: Tokenizer, stop: list[str], expected: str, string: str) -> None:
+    ids = chunky.encode("aaab")
+    assert len(ids) == 1
+    stream = TextStream(chunky, stop=stop)
+    assert stream.push(ids[0]) == expected
+    assert stream.stopped == string
+
+
+def test_a_stop_string_inside_another(chunky: Tokenizer) -> None:
+    ids = chunky.encode(" bab")
+    assert len(ids) == 1
+    stream = TextStream(chunky, stop=["bab", "a"])
+    assert stream.push(ids[0]) == " b"
+    assert stream.stopped == "a"
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:

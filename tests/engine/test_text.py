@@ -71,6 +71,15 @@ def test_a_template_inside_tokenizer_config(tmp_path: Path) -> None:
     assert made.render_chat(CHAT) == "Be short.!"
 
 
+def test_a_chat_gets_no_second_begin_token(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    made = Tokenizer(write_folder(tmp_path, byte_fallback(), config, template))
+    ids = made.encode_chat([{"role": "user", "content": "The head"}])
+    assert [id for id in ids if id in (1, 2)] == [ids[0], ids[-1]] == [1, 2]
+    assert made.encode("The head")[0] == 1
+
+
 def test_a_chat_that_the_template_refuses(tokenizer: Tokenizer) -> None:
     with pytest.raises(NextnError, match="refuses the messages: Unexpected role robot"):
         tokenizer.encode_chat([{"role": "robot", "content": "x"}])

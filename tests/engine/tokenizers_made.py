@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|end|>", "<|start|>"]
 
 
-def byte_level() -> tokenizers.Tokenizer:
+def byte_level(corpus: Iterable[str] = CORPUS) -> tokenizers.Tokenizer:
     """Byte-level BPE as in the Qwen families: any bytes can be written, and any run of ids decoded."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +39,7 @@ def byte_level() -> tokenizers.Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 
 
