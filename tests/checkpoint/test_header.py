@@ -13,7 +13,7 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from sparse_files import write_raw
+from tests.checkpoint.sparse_files import write_raw
 
 from nextn.checkpoint.header import read_header
 from nextn.errors import NextnError

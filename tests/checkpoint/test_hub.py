@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 from huggingface_hub import close_session, constants
-from sparse_files import write_index, write_sparse
+from tests.checkpoint.sparse_files import write_index, write_sparse
 
 from nextn.checkpoint import hub
 from nextn.checkpoint.source import open_checkpoint

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sparse_files import write_index, write_sparse
+from tests.checkpoint.sparse_files import write_index, write_sparse
 
 from nextn.checkpoint.listing import inside
 from nextn.checkpoint.source import open_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from published import PUBLISHED, Published
+from tests.families.published import PUBLISHED, Published
 
 from nextn.families.contract import ANY, Family, TensorSpec, fits, join
 from nextn.families.registry import FAMILIES, declared_layers, family_geometry, find_family

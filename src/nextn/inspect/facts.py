@@ -11,7 +11,7 @@ from functools import cached_property
 from nextn.checkpoint.source import Checkpoint
 from nextn.checkpoint.tensors import TensorInfo
 from nextn.errors import NextnError
-from nextn.families.contract import Dims, Family, TensorSpec
+from nextn.families.contract import Dims, Family, TensorSpec, join
 from nextn.families.registry import declared_layers, family_geometry, find_family
 from nextn.inspect.quant.stored import CACHE_PARTS, SCALE_PARTS, WEIGHT_PARTS, form, split_key
 
@@ -246,8 +246,8 @@ class _under_head:  # noqa: N801
                 numbered.add(before)
             else:
                 roots.add(_root(spec.key))
-        self.plain = tuple(p + r for p in family.prefixes for r in roots)
-        self.numbered = tuple(p + n for p in family.prefixes for n in numbered)
+        self.plain = tuple(join(p, r) for p in family.prefixes for r in roots)
+        self.numbered = tuple(join(p, n) for p in family.prefixes for n in numbered)
         self.depth = depth
 
     def __call__(self, key: str) -> bool:
