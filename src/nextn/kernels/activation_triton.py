@@ -9,16 +9,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.load_triton import load_rows
-from nextn.kernels.support import Num, Ptr, splits_of
+from nextn.kernels.support import splits_of
 
 
 @triton.jit
 def _silu_mul(
-    x: Ptr,
-    out: Ptr,
-    x_row: Num,
-    x_split: Num,
-    inter: Num,
+    x: tl.tensor,
+    out: tl.tensor,
+    x_row: tl.tensor,
+    x_split: tl.tensor,
+    inter: tl.tensor,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -38,15 +38,15 @@ def _silu_mul(
 
 @triton.jit
 def _sigmoid_mul(
-    x: Ptr,
-    gate: Ptr,
-    out: Ptr,
-    x_row: Num,
-    x_split: Num,
-    gate_row: Num,
-    gate_split: Num,
-    gate_head: Num,
-    width: Num,
+    x: tl.tensor,
+    gate: tl.tensor,
+    out: tl.tensor,
+    x_row: tl.tensor,
+    x_split: tl.tensor,
+    gate_row: tl.tensor,
+    gate_split: tl.tensor,
+    gate_head: tl.tensor,
+    width: tl.tensor,
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     GATE_SPLITS: tl.constexpr,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from nextn.kernels.support import Num, Ptr
-
 
 @triton.jit
-def load_rows(x: Ptr, offset: Num, mask: Num, split_stride: Num, SPLITS: tl.constexpr, dtype: tl.constexpr) -> Any:
+def load_rows(
+    x: tl.tensor, offset: tl.tensor, mask: tl.tensor, split_stride: tl.tensor, SPLITS: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
     """Values at `offset` as float32: stored ones for SPLITS = 0, else the partial sums' total rounded to `dtype`."""
     value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if SPLITS > 0:

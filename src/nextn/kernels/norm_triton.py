@@ -9,22 +9,22 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.load_triton import load_rows
-from nextn.kernels.support import Num, Ptr, splits_of
+from nextn.kernels.support import splits_of
 
 
 @triton.jit
 def _add_rms_norm(
-    x: Ptr,
-    residual: Ptr,
-    scale: Ptr,
-    out: Ptr,
-    stream: Ptr,
-    x_row: Num,
-    x_split: Num,
-    residual_row: Num,
-    out_row: Num,
-    stream_row: Num,
-    eps: Num,
+    x: tl.tensor,
+    residual: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,
+    stream: tl.tensor,
+    x_row: tl.tensor,
+    x_split: tl.tensor,
+    residual_row: tl.tensor,
+    out_row: tl.tensor,
+    stream_row: tl.tensor,
+    eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,

@@ -15,16 +15,9 @@ of a graph, before the chain begins.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
-
-Ptr = Any
-"""A pointer argument of a kernel."""
-
-Num = Any
-"""A run-time number argument of a kernel."""
 
 
 def available(device: torch.device) -> bool:
