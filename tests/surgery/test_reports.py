@@ -193,9 +193,22 @@ def test_14_grouped_experts_come_over_whole_and_half_of_them_are_refused(tmp_pat
 
 def test_15_copies_of_shared_tensors_are_neither_needed_nor_taken(tmp_path: Path) -> None:
     """GLM-4.5 ships copies of the embedding and the output head, 4.6 (the control) does not: both merge to the same."""
-    config = {
+    config = glm(False)
+    base = write(headless(config), tmp_path / "base", 1)
+    four_five = write(checkpoint(config, copies=True), tmp_path / "4.5", 2)
+    four_six = write(checkpoint(config), tmp_path / "4.6", 2)
+    copied = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    assert copied <= set(read(four_five))
+    assert set(merge(base, four_five, tmp_path / "a").left_out) == copied
+    assert merge(base, four_six, tmp_path / "b").left_out == {}
+    assert read(tmp_path / "a").keys() == read(tmp_path / "b").keys() == {*read(base), *read(four_six)} - copied
+    assert errors(tmp_path / "a") == errors(tmp_path / "b") == set()
+
+
+def glm(nested: bool) -> dict[str, Any]:
+    """config.json of a small GLM-4 MoE, of itself or as the text part of a vision-language model."""
+    config: dict[str, Any] = {
         "model_type": "glm4_moe",
-        "architectures": ["Glm4MoeForCausalLM"],
         "hidden_size": 32,
         "vocab_size": 64,
         "num_hidden_layers": 3,
@@ -212,15 +225,20 @@ def test_15_copies_of_shared_tensors_are_neither_needed_nor_taken(tmp_path: Path
         "num_nextn_predict_layers": 1,
         "first_k_dense_replace": 1,
     }
-    base = write(headless(config), tmp_path / "base", 1)
-    four_five = write(checkpoint(config, copies=True), tmp_path / "4.5", 2)
-    four_six = write(checkpoint(config), tmp_path / "4.6", 2)
-    copied = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
-    assert copied <= set(read(four_five))
-    assert set(merge(base, four_five, tmp_path / "a").left_out) == copied
-    assert merge(base, four_six, tmp_path / "b").left_out == {}
-    assert read(tmp_path / "a").keys() == read(tmp_path / "b").keys() == {*read(base), *read(four_six)} - copied
-    assert errors(tmp_path / "a") == errors(tmp_path / "b") == set()
+    if nested:
+        return {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "text_config": config}
+    return {**config, "architectures": ["Glm4MoeForCausalLM"]}
+
+
+def test_15_a_head_that_counts_on_from_nested_layers_goes_where_they_are(tmp_path: Path) -> None:
+    donor = write(checkpoint(glm(False)), tmp_path / "donor", 2)
+    folder = headless(glm(True))
+    base = write(folder, tmp_path / "base", 1)
+    assert any(k.startswith("model.language_model.layers.0.") for k in read(base))
+    merge(base, donor, tmp_path / "out")
+    fresh = {k: v for k, v in read(tmp_path / "out").items() if k not in read(base)}
+    nested = {k.replace("model.", "model.language_model.", 1): v for k, v in read(donor).items() if ".layers.3." in k}
+    assert fresh == nested
 
 
 @pytest.mark.parametrize("indexed", [False, True])

@@ -13,7 +13,7 @@ from nextn.checkpoint.source import INDEX_NAME, Checkpoint
 from nextn.inspect.facts import gather
 from nextn.surgery.card import card
 from nextn.surgery.check import require_family, require_whole
-from nextn.surgery.pieces import Wanted, counted_on, head_pieces
+from nextn.surgery.pieces import Wanted, head_pieces, in_model_tree
 from nextn.surgery.plan import Plan, Shard, piece_bytes
 from nextn.surgery.settings import edits, to_index, to_text, with_count, without_quantisation
 from nextn.surgery.stream import in_file_order
@@ -35,7 +35,7 @@ def plan_extract(model: Checkpoint, out: Path) -> Plan:
         family=family,
         dims=facts.dims,
         layers=facts.dims.get("layers", 0),
-        prefix=facts.prefix if counted_on(family) else "",
+        prefix=facts.prefix if in_model_tree(family) else "",
         storage="grouped" if facts.stacked else "split",
         dtype=lambda name, stored: stored,
         keep_quantised=True,

@@ -15,14 +15,14 @@ from typing import Any
 from nextn.checkpoint.header import read_header
 from nextn.checkpoint.source import INDEX_NAME, Checkpoint
 from nextn.errors import NextnError
-from nextn.families.contract import Family
+from nextn.families.contract import Family, join
 from nextn.inspect.facts import Facts, gather
 from nextn.surgery import base as about_base
 from nextn.surgery.check import require_family, require_fit, require_whole
 from nextn.surgery.exempt import exempt
 from nextn.surgery.extract import QUANT_FILE
 from nextn.surgery.names import LAYER, head_names
-from nextn.surgery.pieces import HeadPieces, Wanted, counted_on, head_pieces
+from nextn.surgery.pieces import HeadPieces, Wanted, head_pieces, in_model_tree
 from nextn.surgery.plan import Edit, Link, LinkMode, Part, Piece, Plan, Shard, Text, piece_bytes
 from nextn.surgery.settings import (
     edits,
@@ -152,19 +152,12 @@ def _wanted(base: Facts, head: Facts, old: frozenset[str], options: MergeOptions
 
 
 def _prefix(base: Checkpoint, family: Family) -> str:
-    """What goes before the head's keys: that of the base's own layers where the head is counted on from them."""
-    if not counted_on(family):
+    """What goes before the head's keys: that of the base's own layers, for a head that stands in the same tree."""
+    if not in_model_tree(family):
         return ""
-    for prefix in sorted(family.prefixes, key=len, reverse=True):
-        for spec in family.head:
-            start, mark, _ = spec.key.partition("{n}")
-            if mark and f"{prefix}{start}0." in _starts(base):
-                return prefix
-    return ""
-
-
-def _starts(base: Checkpoint) -> frozenset[str]:
-    return frozenset(m[0] for m in map(LAYER.match, base.tensors) if m and m["n"] == "0")
+    starts = {m[0] for m in map(LAYER.match, base.tensors) if m and m["n"] == "0"}
+    longest_first = sorted(family.prefixes, key=len, reverse=True)
+    return next((p for p in longest_first if join(p, "model.layers.0.") in starts), "")
 
 
 def _same_scheme(base: Checkpoint, head: Checkpoint) -> bool:

@@ -75,12 +75,12 @@ def part_of(checkpoint: Checkpoint, info: TensorInfo) -> Part:
     return Part(Path(info.file), info.start, info.nbytes, info.dtype, lambda at, n: read(info.file, at, n))
 
 
-def counted_on(family: Family) -> bool:
-    """Whether the head's keys continue the target's layer numbers (``model.layers.61.``), below the target's prefix.
+def in_model_tree(family: Family) -> bool:
+    """Whether the head's keys stand below ``model.`` beside the target's layers, and so below the target's prefix.
 
     Heads under names of their own (``mtp.``) are written without a prefix: engines look for the bare name only.
     """
-    return any("{n}" in spec.key for spec in family.head)
+    return any(spec.key.startswith("model.") for spec in family.head)
 
 
 def head_pieces(facts: Facts, wanted: Wanted) -> HeadPieces:
