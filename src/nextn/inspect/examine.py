@@ -12,6 +12,7 @@ from nextn.inspect.engines.verdict import Verdict, judge
 from nextn.inspect.engines.versions import ENGINES
 from nextn.inspect.facts import Facts, gather
 from nextn.inspect.findings import RANK, Finding
+from nextn.inspect.gguf import architecture
 from nextn.inspect.quant.read import read_schemes
 from nextn.inspect.rules import engine as engine_rules
 from nextn.inspect.rules import files, head, quantised
@@ -36,7 +37,9 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The report in the form that ``--json`` prints; every key is always present."""
         facts, scheme = self.facts, self.case.scheme
-        architectures = facts.checkpoint.config.get("architectures")
+        is_gguf = facts.checkpoint.kind == "gguf"
+        names = facts.checkpoint.config.get("architectures")
+        architectures = [architecture(facts.checkpoint)] if is_gguf else names if isinstance(names, list) else []
         return {
             "source": facts.checkpoint.source,
             "family": facts.family.name if facts.family else None,
@@ -56,7 +59,7 @@ class Report:
             },
             "dtypes": facts.dtypes,
             "quantization": {
-                "method": scheme.method if scheme else None,
+                "method": scheme.method if scheme else "gguf" if is_gguf else None,
                 "head": self.case.claims.stored,
                 "algorithm": scheme.algorithm if scheme else "",
                 "declared_in": [s.file for s in self.case.schemes],

@@ -13,6 +13,7 @@ from nextn.checkpoint.tensors import TensorInfo
 from nextn.errors import NextnError
 from nextn.families.contract import Dims, Family, TensorSpec, join
 from nextn.families.registry import declared_layers, family_geometry, find_family
+from nextn.inspect import gguf
 from nextn.inspect.quant.stored import CACHE_PARTS, SCALE_PARTS, WEIGHT_PARTS, form, split_key
 
 LOOKS_LIKE_HEAD = re.compile(
@@ -126,13 +127,16 @@ def gather(checkpoint: Checkpoint) -> Facts:
     Raises:
         NextnError: the config holds values that cannot be.
     """
-    config = checkpoint.config
-    family = find_family(config)
+    family = gguf.family_of(checkpoint) if checkpoint.kind == "gguf" else find_family(checkpoint.config)
     if family is None:
         lookalikes = tuple(k for k in checkpoint.tensors if LOOKS_LIKE_HEAD.search(k))
         return Facts(checkpoint, None, {}, None, None, {}, {}, (), (), (), (), (), lookalikes, "", None)
-    dims = family_geometry(family, config)
-    declared, by = declared_layers(family, config)
+    if checkpoint.kind == "gguf":
+        dims = gguf.dimensions(checkpoint)
+        declared, by = gguf.declared(checkpoint)
+    else:
+        dims = family_geometry(family, checkpoint.config)
+        declared, by = declared_layers(family, checkpoint.config)
     depth = dims.get("layers", 0)
 
     candidates = [k for k in checkpoint.tensors if _under_head(family, depth)(k)]
@@ -179,6 +183,8 @@ def gather(checkpoint: Checkpoint) -> Facts:
             prefixes[located.prefix] += 1
 
     layers = tuple(sorted({t.layer for t in head.values() if t.spec.placeholders & {"i", "n"}}))
+    if head and not any(spec.placeholders & {"i", "n"} for spec in family.head):
+        layers = (0,)
     prefix = prefixes.most_common(1)[0][0] if prefixes else ""
     has_experts = any(s.experts and s.applies(dims) for s in family.head)
     stacked = any(t.spec.experts == "grouped" for t in head.values()) if has_experts else None

@@ -9,6 +9,7 @@ from typing import Literal
 from nextn.inspect.case import Case
 from nextn.inspect.engines.table import FUSED_UNEXPANDED, Support
 from nextn.inspect.engines.versions import parse_version
+from nextn.inspect.gguf import architecture
 from nextn.inspect.quant.claims import HeadModule
 from nextn.inspect.quant.scheme import Scheme
 from nextn.inspect.quant.strict import Built, SplitError, exempt
@@ -113,9 +114,12 @@ def _unexpanded(case: Case, engine: str, version: str) -> bool:
 
 
 def kinds_of(case: Case) -> tuple[str, ...]:
-    """What config.json calls the model: architectures and model types, nested ones too."""
+    """What config.json calls the model: architectures and model types, nested ones too; ``gguf:ARCH`` for a GGUF."""
+    if case.facts.checkpoint.kind == "gguf":
+        return (f"gguf:{architecture(case.facts.checkpoint)}",)
     config = case.facts.checkpoint.config
-    found = [a for a in config.get("architectures") or [] if isinstance(a, str)]
+    names = config.get("architectures")
+    found = [a for a in names if isinstance(a, str)] if isinstance(names, list) else []
     for holder in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(holder, dict) and isinstance(holder.get("model_type"), str):
             found.append(holder["model_type"])

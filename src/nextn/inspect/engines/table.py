@@ -55,7 +55,7 @@ class Support:
         unknown: what keys that the engine does not expect cause.
         count: what the declared layer count must be for a head to run: ``ignored``, ``positive`` (0 or absent
             fails), or ``nonzero`` (0 fails, absent is taken as 1).
-        grouped, split: whether stacked and one-an-expert storages are read.
+        grouped: whether stacked experts are read; None where that was not found out.
         full: quantisation methods for which the whole head is built in full precision.
         plain: words in checkpoint module names that are never built quantised.
         rename: (from, to): how the head's module names change before lists are matched; "" keeps them. ``{n}`` is the
@@ -71,8 +71,7 @@ class Support:
     missing: Literal["silent", "error", "unquantised"] = "silent"
     unknown: Literal["skip", "error"] = "skip"
     count: Literal["ignored", "positive", "nonzero"] = "ignored"
-    grouped: bool = True
-    split: bool = True
+    grouped: bool | None = True
     full: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     rename: tuple[str, str] = ("", "")
@@ -91,101 +90,212 @@ SUPPORT: dict[str, tuple[Support, ...]] = {
                 "Qwen3_5ForCausalLM",
                 "Qwen3_5MoeForCausalLM",
             ),
-            heads=1, full=("modelopt_fp4",), plain=("mtp.fc",), strict=True, hybrid=True,
+            heads=1,
+            full=("modelopt_fp4",),
+            plain=("mtp.fc",),
+            strict=True,
+            hybrid=True,
         ),
         Support(
             ("Qwen3NextForCausalLM",),
-            heads=1, unknown="error", grouped=False, plain=("mtp.fc",), rename=("mtp.", "model."), strict=True,
+            heads=1,
+            unknown="error",
+            grouped=False,
+            plain=("mtp.fc",),
+            rename=("mtp.", "model."),
+            strict=True,
             hybrid=True,
         ),
         Support(("Qwen4ExpForConditionalGeneration",), heads=1, since="0.5.23", full=("modelopt_fp4",), hybrid=True),
-        Support(("ExaoneMoEForCausalLM",), heads=1, plain=("mtp.fc",), rename=("mtp.", "model."), strict=True),
-        Support(("ExaoneMoeForCausalLM",), heads=1, since="0.5.23", plain=("mtp.fc",), rename=("mtp.", "model."),
-                strict=True),
+        Support(
+            ("ExaoneMoEForCausalLM",), grouped=None, heads=1, plain=("mtp.fc",), rename=("mtp.", "model."), strict=True
+        ),
+        Support(
+            ("ExaoneMoeForCausalLM",),
+            grouped=None,
+            heads=1,
+            since="0.5.23",
+            plain=("mtp.fc",),
+            rename=("mtp.", "model."),
+            strict=True,
+        ),
         Support(
             ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-            heads=1, count="positive", full=("modelopt_fp4",), plain=("eh_proj",), rename=_DECODER, strict=True,
+            grouped=None,
+            heads=1,
+            count="positive",
+            full=("modelopt_fp4",),
+            plain=("eh_proj",),
+            rename=_DECODER,
+            strict=True,
         ),
-        Support(("DeepseekV4ForCausalLM",), heads=1),
+        Support(("DeepseekV4ForCausalLM",), grouped=None, heads=1),
         Support(
             ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmOcrForConditionalGeneration"),
-            heads=1, count="positive", full=("modelopt_fp4",), plain=("eh_proj",), rename=_DECODER, strict=True,
+            grouped=None,
+            heads=1,
+            count="positive",
+            full=("modelopt_fp4",),
+            plain=("eh_proj",),
+            rename=_DECODER,
+            strict=True,
         ),
-        Support(("Glm5NextForConditionalGeneration",), heads=1, since="0.5.23", count="positive",
-                full=("modelopt_fp4",)),
+        Support(
+            ("Glm5NextForConditionalGeneration",),
+            grouped=None,
+            heads=1,
+            since="0.5.23",
+            count="positive",
+            full=("modelopt_fp4",),
+        ),
         Support(("MiMoForCausalLM",), heads=1, plain=("input_proj",)),
         Support(("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM"), plain=("eh_proj",)),
-        Support(("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"), heads=1, hybrid=True),
+        Support(("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"), grouped=None, heads=1, hybrid=True),
         Support(("NemotronH_Omni_Reasoning_V3",), heads=1, since="0.5.23", hybrid=True),
-        Support(("Step3p5ForCausalLM",), missing="error", plain=("eh_proj",)),
-        Support(("Step3p7ForConditionalGeneration",), since="0.5.23", missing="error", plain=("eh_proj",)),
-        Support(("Ernie4_5_MoeForCausalLM",), heads=1),
-        Support(("LongcatFlashForCausalLM",), heads=1),
+        Support(("Step3p5ForCausalLM",), grouped=None, missing="error", plain=("eh_proj",)),
+        Support(
+            ("Step3p7ForConditionalGeneration",), grouped=None, since="0.5.23", missing="error", plain=("eh_proj",)
+        ),
+        Support(("Ernie4_5_MoeForCausalLM",), grouped=None, heads=1),
+        Support(("LongcatFlashForCausalLM",), grouped=None, heads=1),
         Support(
             ("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2_5ForCausalLM"),
-            heads=1, full=("modelopt_fp4",),
+            grouped=None,
+            heads=1,
+            full=("modelopt_fp4",),
         ),
-        Support(("BailingMoeV3ForCausalLM",), heads=1, since="0.5.23", full=("modelopt_fp4",)),
-        Support(("HYV3ForCausalLM",), heads=1, plain=("eh_proj",)),
-        Support(("HYV4ForCausalLM",), heads=1, since="0.5.23", plain=("eh_proj",)),
-        Support(("InklingForConditionalGeneration",)),
-        Support(("Qwen3MoeForCausalLM",), heads=1),
+        Support(("BailingMoeV3ForCausalLM",), grouped=None, heads=1, since="0.5.23", full=("modelopt_fp4",)),
+        Support(("HYV3ForCausalLM",), grouped=None, heads=1, plain=("eh_proj",)),
+        Support(("HYV4ForCausalLM",), grouped=None, heads=1, since="0.5.23", plain=("eh_proj",)),
+        Support(("InklingForConditionalGeneration",), grouped=None),
+        Support(("Qwen3MoeForCausalLM",), grouped=None, heads=1),
     ),
     "vllm": (
         Support(
             ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
-            missing="unquantised", count="nonzero", strict=True, hybrid=True,
+            missing="unquantised",
+            count="nonzero",
+            strict=True,
+            hybrid=True,
         ),
         Support(("qwen3_next",), missing="unquantised", count="nonzero", strict=True, hybrid=True),
         Support(("qwen4_exp", "qwen4_exp_text"), missing="unquantised", count="nonzero", hybrid=True),
         Support(("exaone_moe", "exaone4_5"), missing="unquantised", count="nonzero", strict=True),
         Support(
             ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
-            heads=1, missing="error", count="nonzero", plain=("eh_proj",), strict=True,
+            heads=1,
+            missing="error",
+            count="nonzero",
+            plain=("eh_proj",),
+            strict=True,
         ),
         Support(("deepseek_v4",), missing="error", count="nonzero"),
         Support(
             ("glm4_moe", "glm4_moe_lite", "glm_ocr"),
-            heads=1, missing="error", count="nonzero", plain=("eh_proj",), strict=True,
+            heads=1,
+            missing="error",
+            count="nonzero",
+            plain=("eh_proj",),
+            strict=True,
         ),
         Support(("glm5_next",), missing="error", count="nonzero"),
         Support(("mimo",), heads=1, drafts=1, missing="unquantised", count="nonzero"),
-        Support(("MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM", "MiMoV2FlashForCausalLM"), heads=1,
-                missing="unquantised"),
+        Support(
+            ("MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM", "MiMoV2FlashForCausalLM"), heads=1, missing="unquantised"
+        ),
         Support(("nemotron_h", "nemotron_h_puzzle"), heads=1, missing="unquantised", count="positive", hybrid=True),
         Support(("step3p5", "step3p7"), missing="error", count="nonzero", plain=("eh_proj",)),
         Support(("ernie4_5_moe",), heads=1, missing="unquantised", count="nonzero"),
         Support(("longcat_flash",), heads=1, missing="unquantised", count="nonzero"),
-        Support(("bailing_hybrid", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM"), heads=1,
-                missing="error", count="nonzero"),
+        Support(
+            ("bailing_hybrid", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM"),
+            heads=1,
+            missing="error",
+            count="nonzero",
+        ),
         Support(("hy_v3", "hy_v4"), heads=1, missing="unquantised", count="nonzero"),
         Support(("minimax_m3_vl",), missing="error"),
         Support(("kimi_k3",), missing="error", count="nonzero"),
         Support(("inkling_mm_model", "inkling_model"), missing="error", count="positive"),
     ),
-    "transformers": (
-        Support(("deepseek_v3", "glm4_moe", "step3p7"), missing="error", unknown="skip", count="nonzero"),
-    ),
+    "transformers": (Support(("deepseek_v3", "glm4_moe", "step3p7"), missing="error", count="nonzero", grouped=None),),
     "llamacpp": (
         Support(
             ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-            heads=1, missing="error", unknown="error", count="nonzero", hybrid=True,
+            heads=1,
+            missing="error",
+            unknown="error",
+            count="nonzero",
+            hybrid=True,
         ),
         Support(
-            ("glm4_moe", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "mimo_v2", "mimo_v2_flash", "nemotron_h",
-             "step3p5", "step3p7", "bailing_hybrid", "hy_v3"),
-            missing="error", unknown="error", count="nonzero",
+            (
+                "glm4_moe",
+                "glm_moe_dsa",
+                "deepseek_v32",
+                "deepseek_v4",
+                "mimo_v2",
+                "mimo_v2_flash",
+                "nemotron_h",
+                "step3p5",
+                "step3p7",
+                "bailing_hybrid",
+                "hy_v3",
+            ),
+            missing="error",
+            unknown="error",
+            count="nonzero",
+            grouped=None,
+        ),
+        Support(
+            ("gguf:qwen3next", "gguf:qwen35", "gguf:qwen35moe"),
+            heads=1,
+            missing="error",
+            unknown="error",
+            count="positive",
+            hybrid=True,
+        ),
+        Support(
+            (
+                "gguf:glm4moe",
+                "gguf:glm-dsa",
+                "gguf:deepseek2",
+                "gguf:deepseek32",
+                "gguf:deepseek4",
+                "gguf:mimo2",
+                "gguf:nemotron_h",
+                "gguf:nemotron_h_moe",
+                "gguf:step35",
+                "gguf:bailingmoe3",
+                "gguf:hy-v3",
+            ),
+            missing="error",
+            unknown="error",
+            count="positive",
         ),
     ),
     "tensorrt_llm": (
         Support(
-            ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "exaone_moe", "deepseek_v3",
-             "deepseek_v32", "glm4_moe", "glm_moe_dsa", "nemotron_h", "step3p5", "step3p7"),
+            (
+                "qwen3_next",
+                "qwen3_5",
+                "qwen3_5_text",
+                "qwen3_5_moe",
+                "qwen3_5_moe_text",
+                "exaone_moe",
+                "deepseek_v3",
+                "deepseek_v32",
+                "glm4_moe",
+                "glm_moe_dsa",
+                "nemotron_h",
+                "step3p5",
+                "step3p7",
+            ),
             count="positive",
         ),
     ),
     "nextn": (),
-}  # fmt: skip
+}
 
 REFUSED: dict[str, dict[str, str]] = {
     "transformers": {
@@ -201,6 +311,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "bailing_hybrid": "the model class raises by default",
     },
     "llamacpp": {
+        "gguf:exaone-moe": "the weights are kept, but there is no graph for the head",
         "exaone_moe": "the weights are kept, but there is no graph for the head",
         "mimo": "no MTP for this architecture",
         "deepseek_v3": "the converter drops the head",

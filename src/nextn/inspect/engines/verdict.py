@@ -242,8 +242,10 @@ def _wrong_shape(case: Case, name: str) -> bool:
 
 
 def _layout(q: Question) -> Iterator[Effect]:
-    grouped = q.support.grouped and not (q.engine == "vllm" and parse_version(q.version) < (0, 33))
-    if "experts-grouped" in q.codes and not grouped:
+    grouped = q.support.grouped
+    if q.engine == "vllm" and parse_version(q.version) < (0, 33):
+        grouped = False
+    if "experts-grouped" in q.codes and grouped is False:
         yield Effect("fails", "experts-grouped", "KeyError: '….mlp.experts.gate_up_proj'")
     if "tensors-unexpected" in q.codes and q.support.unknown == "error":
         first = q.case.facts.unexpected[0]

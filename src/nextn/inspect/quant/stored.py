@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from nextn.checkpoint.tensors import TensorInfo
+from nextn.checkpoint.tensors import DTYPE_BITS, TensorInfo
 
 FULL = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -73,13 +73,15 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def form(info: TensorInfo, part: str) -> str:
-    """The storage form of a weight: ``full``, ``fp8``, ``int4`` (packed integers), ``fp4``, or ``int8``."""
+    """The storage form of a weight: ``full``, ``fp8``, ``int4`` (packed integers), ``fp4``, ``int8``, or ``ggml``."""
     if part == "qweight" or (part == "weight_packed" and info.dtype in ("I32", "I64")):
         return "int4"
     if part in ("blocks", "weight_packed"):
         return "fp4"
     if info.dtype in FULL:
         return "full"
+    if info.dtype not in DTYPE_BITS:
+        return "ggml"
     if info.dtype.startswith("F8"):
         return "fp8"
     if info.dtype == "I8":

@@ -9,11 +9,15 @@ from nextn.families.contract import ANY, fits
 from nextn.inspect.case import Case
 from nextn.inspect.facts import HeadTensor
 from nextn.inspect.findings import Finding
+from nextn.inspect.gguf import LOW_BITS, architecture
 from nextn.inspect.quant.stored import FULL
 from nextn.inspect.rules.words import listing, plural
 
-SILENT_FAMILIES = frozenset({"qwen3_next", "longcat_flash", "mimo_v2", "mimo_v2_flash", "mimo_v2_5", "mimo_v2_pro"})
+SILENT_FAMILIES = frozenset({"qwen3_next", "longcat_flash", "mimo_v2", "mimo_v2_flash"})
 """Families whose published configs declare no layer count although the head is shipped."""
+
+ONE_MORE = frozenset({"hy_v4"})
+"""Families whose published configs declare one layer more than the head has (vLLM ``config/speculative.py``)."""
 
 SMALL_DTYPES = ("norm", "bias", "router", "a_log", "dt_bias")
 """Words in the canonical names of tensors that publishers keep in another precision on purpose."""
@@ -23,12 +27,14 @@ def family_unknown(case: Case) -> Iterator[Finding]:
     facts = case.facts
     if facts.family is not None:
         return
-    named = facts.checkpoint.config.get("model_type") or facts.checkpoint.config.get("architectures") or "nothing"
+    config = facts.checkpoint.config
+    named = config.get("model_type") or config.get("architectures") or architecture(facts.checkpoint) or "nothing"
+    where = "the file" if facts.checkpoint.kind == "gguf" else "config.json"
     if facts.lookalikes:
         yield Finding(
             "family-unknown",
             "warning",
-            f"No known MTP family: config.json says {named!r}. Like a head's "
+            f"No known MTP family: {where} says {named!r}. Like a head's "
             f"{plural(len(facts.lookalikes), 'tensor looks', 'tensors look')}: {listing(facts.lookalikes)}.",
             "Check model_type in config.json; if the model is new, nextn needs a family file for it.",
             facts.lookalikes,
@@ -37,7 +43,7 @@ def family_unknown(case: Case) -> Iterator[Finding]:
         yield Finding(
             "family-unknown",
             "info",
-            f"No known MTP family: config.json says {named!r}, and no tensor looks like a head's.",
+            f"No known MTP family: {where} says {named!r}, and no tensor looks like a head's.",
             "Nothing to do: this model carries no MTP head that nextn knows.",
         )
 
@@ -128,7 +134,7 @@ def count_mismatch(case: Case) -> Iterator[Finding]:
     facts = case.facts
     if not facts.declared or not facts.head or facts.missing_by_index or facts.declared == len(facts.layers):
         return
-    if not facts.layers:
+    if not facts.layers or (facts.family and facts.family.name in ONE_MORE and facts.declared == len(facts.layers) + 1):
         return
     yield Finding(
         "count-mismatch",
@@ -223,6 +229,19 @@ def dtype_mixed(case: Case) -> Iterator[Finding]:
         )
 
 
+def fusion_overquantised(case: Case) -> Iterator[Finding]:
+    """GGUF only: the fusion is small, and every draft goes through it."""
+    low = [t for t in case.facts.head.values() if ".fuse." in t.name and LOW_BITS.match(t.weight.dtype)]
+    if low and case.facts.checkpoint.kind == "gguf":
+        yield Finding(
+            "fusion-overquantised",
+            "warning",
+            f"{low[0].weight.key} is stored as {low[0].weight.dtype}; so few bits in the fusion cost acceptance.",
+            "Quantise again with --tensor-type nextn.eh_proj=q8_0.",
+            tuple(t.weight.key for t in low),
+        )
+
+
 def experts_grouped(case: Case) -> Iterator[Finding]:
     facts = case.facts
     if facts.stacked:
@@ -263,6 +282,7 @@ RULES = (
     count_mismatch,
     tensors_unexpected,
     dtype_mixed,
+    fusion_overquantised,
     experts_grouped,
     embedding_duplicated,
     no_head,
