@@ -13,10 +13,10 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from tests.checkpoint.sparse_files import write_raw
 
 from nextn.checkpoint.header import read_header
 from nextn.errors import NextnError
+from tests.checkpoint.sparse_files import write_raw
 
 TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -15,11 +15,11 @@ import gguf
 import numpy as np
 import pytest
 from huggingface_hub import close_session, constants
-from tests.checkpoint.sparse_files import write_index, write_sparse
 
 from nextn.checkpoint import hub
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
+from tests.checkpoint.sparse_files import write_index, write_sparse
 
 REPO = "org/name"
 

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.sparse_files import write_index, write_sparse
 
 from nextn.checkpoint.listing import inside
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
+from tests.checkpoint.sparse_files import write_index, write_sparse
 
 A, B = {"a": ("BF16", (2, 3))}, {"b": ("F32", (4,))}
 

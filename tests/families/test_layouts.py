@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.families.published import PUBLISHED, Published
 
 from nextn.families.contract import ANY, Family, TensorSpec, fits, join
 from nextn.families.registry import FAMILIES, declared_layers, family_geometry, find_family
+from tests.families.published import PUBLISHED, Published
 
 CASES = [pytest.param(case, id=name) for name, case in PUBLISHED.items()]
 
