@@ -112,15 +112,11 @@ def judge(case: Case, findings: Sequence[Finding], engine: str, version: str | N
     reasons = tuple(dict.fromkeys(e.code for e in effects if e.code))
     failing = [e.text for e in effects if e.level == "fails" and e.text]
     notes = [e.text for e in effects if e.level != "fails" and e.text]
-    if (
-        case.scheme is not None
-        and case.facts.checkpoint.kind != "gguf"
-        and engine in ("transformers", "tensorrt_llm", "llamacpp")
-        and worst == 0
-    ):
-        line = command(case, engine, support, at)
-        note = f"How {about.title} treats a head under {case.scheme.method} is not known."
-        return Verdict("unknown", reasons, line, at, about.basis, notes=(note,))
+    unread = _unread_behaviour(case, codes, engine, support)
+    if unread is not None and worst == 0:
+        code, note = unread
+        found = tuple(dict.fromkeys((*reasons, *code)))
+        return Verdict("unknown", found, command(case, engine, support, at), at, about.basis, notes=(note,))
     if about.read and at not in about.read:
         notes.append(f"Read from the source of {', '.join(about.read)}; {at} may differ.")
     return Verdict(
@@ -132,6 +128,19 @@ def judge(case: Case, findings: Sequence[Finding], engine: str, version: str | N
         failing[0] if failing else "",
         tuple(notes),
     )
+
+
+def _unread_behaviour(
+    case: Case, codes: frozenset[str], engine: str, support: Support
+) -> tuple[tuple[str, ...], str] | None:
+    """(reasons, sentence) where the answer hangs on something that was not found out about the engine."""
+    title = ENGINE[engine].title
+    if "experts-grouped" in codes and support.grouped is None:
+        return ("experts-grouped",), f"Whether {title} reads stacked experts in this head was not found out."
+    quantised = case.scheme is not None and case.facts.checkpoint.kind != "gguf"
+    if quantised and case.scheme is not None and engine in ("transformers", "tensorrt_llm", "llamacpp"):
+        return (), f"How {title} treats a head under {case.scheme.method} was not found out."
+    return None
 
 
 def _effects(q: Question) -> Iterator[Effect]:
