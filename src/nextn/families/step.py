@@ -64,7 +64,8 @@ def derive(text: Mapping[str, Any]) -> dict[str, int]:
     """Head count and kind of the first layer after the target's; odd values are left to the plain geometry."""
     layers = text.get("num_hidden_layers")
     layers = layers if isinstance(layers, int) and not isinstance(layers, bool) else -1
-    kinds = text.get("mtp_layer_types") or (text.get("layer_types") or [])[layers : layers + 1]
+    listed = text.get("layer_types")
+    kinds = text.get("mtp_layer_types") or (listed[layers : layers + 1] if isinstance(listed, list) else [])
     other = text.get("attention_other_setting")
     other = other if isinstance(other, Mapping) else {}
     sliding = isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]
