@@ -1,0 +1,75 @@
+"""Which kernel multiplies a few rows with a weight of some shape fastest: a table measured on one machine.
+
+``rows_h200.json`` is written by ``benchmarks/tune_rows.py``. A shape that it does not list goes to the library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+MAX_ROWS = 16
+TABLE = Path(__file__).with_name("rows_h200.json")
+
+Kind = Literal["fma", "dot", "swap", "library"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """How to run one product.
+
+    Attributes:
+        kind: `fma` (one row, multiply-add), `dot` and `swap` (tensor cores, rows or weights on the wide side), or
+            `library` (cuBLAS).
+        block_n, block_k: tile of the weight.
+        splits: along K; more than one leaves partial sums.
+        stages: tiles in flight.
+        ahead: tiles asked into the L2 cache before the wait of a dependent launch.
+    """
+
+    kind: Kind
+    block_n: int = 0
+    block_k: int = 0
+    splits: int = 1
+    warps: int = 4
+    stages: int = 1
+    ahead: int = 0
+
+
+LIBRARY = RowPlan("library")
+
+
+def bucket(rows: int) -> int:
+    """The row count that the table lists for `rows`: the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+class RowPlans:
+    """A table of plans.
+
+    Args:
+        table: "NxK" -> {"rows": fields of a `RowPlan`}.
+    """
+
+    def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+        self._plans = {
+            (*map(int, shape.split("x")), int(rows)): RowPlan(**fields)
+            for shape, by_rows in table.items()
+            for rows, fields in by_rows.items()
+        }
+
+    def plan(self, n: int, k: int, rows: int) -> RowPlan:
+        """For `rows` rows times a weight [n, k]: the listed plan of the row bucket, or the library."""
+        if rows > MAX_ROWS:
+            return LIBRARY
+        return self._plans.get((n, k, bucket(rows)), LIBRARY)
+
+
+@cache
+def measured_plans() -> RowPlans:
+    """The plans measured on an H200; empty where the table is absent."""
+    return RowPlans(json.loads(TABLE.read_text())["plans"] if TABLE.exists() else {})

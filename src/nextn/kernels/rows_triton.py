@@ -1,0 +1,185 @@
+"""Triton kernels of `linear.linear` for 1 to 16 rows, where streaming the weights is all that counts.
+
+Two designs: one row by multiply-add, and up to 16 rows on tensor cores, optionally split along K into partial sums
+that the kernel reading them adds up. Both can start under dependent launch: weights never change, so each program
+fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nextn.kernels.row_plans import MAX_ROWS, RowPlan
+
+
+@triton.jit
+def _one_row(
+    x: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    rows = n[:, None] < N
+    at = w + n[:, None].to(tl.int64) * K + k[None, :]
+    tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BN, BK), tl.float32)
+    for start in range(0, K, BK):
+        ahead = start + BK
+        inside = rows & (k[None, :] + ahead < K)
+        following = tl.load(at + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
+        if EVEN:
+            value = tl.load(x + start + k)
+        else:
+            value = tl.load(x + start + k, mask=start + k < K, other=0.0)
+        acc += tile.to(tl.float32) * value.to(tl.float32)[None, :]
+        tile = following
+    tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _few_rows(
+    x: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    x_row: tl.tensor,
+    rows: tl.tensor,
+    chunk: tl.tensor,
+    M: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :].
+
+    SWAP puts the weights on the side of the tensor core's wide dimension. AHEAD tiles of weights are asked into the L2
+    cache before the wait.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.arange(0, M)
+    k = tl.program_id(1) * chunk + tl.arange(0, BK)
+    wanted = n[:, None] < N
+    row_inside = m[:, None] < rows
+    base = w + n[:, None].to(tl.int64) * K
+    if AHEAD > 0:
+        LINE: tl.constexpr = 64
+        line = tl.program_id(1) * chunk + tl.arange(0, BK // LINE) * LINE
+        for t in tl.static_range(AHEAD):
+            # Lines past the end belong to the rows below, or repeat the last: a prefetch changes nothing.
+            address = tl.minimum(n[:, None], N - 1).to(tl.int64) * K + tl.minimum(line[None, :] + t * BK, K - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [(w + address).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+    if PDL:
+        gdc_wait()
+    if SWAP:
+        acc = tl.zeros((BN, M), tl.float32)
+    else:
+        acc = tl.zeros((M, BN), tl.float32)
+    for start in tl.range(0, chunk, BK, num_stages=STAGES):
+        if EVEN:
+            a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside, other=0.0)
+            b = tl.load(base + k[None, :] + start, mask=wanted, other=0.0, eviction_policy="evict_first")
+        else:
+            inside = k[None, :] + start < K
+            a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside & inside, other=0.0)
+            b = tl.load(base + k[None, :] + start, mask=wanted & inside, other=0.0, eviction_policy="evict_first")
+        if SWAP:
+            acc = tl.dot(b, a.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    if SWAP:
+        to = tl.program_id(1) * rows * N + m[None, :] * N + n[:, None]
+        tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & wanted)
+    else:
+        to = tl.program_id(1) * rows * N + m[:, None] * N + n[None, :]
+        tl.store(out + to, acc.to(out.dtype.element_ty), mask=row_inside & (n[None, :] < N))
+
+
+def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """x @ weight.T without a bias.
+
+    Args:
+        x: [rows, K], 1 to 16 rows, contiguous along K.
+        weight: [N, K], contiguous.
+        out: where to put the result; partial sums are float32 [plan.splits, rows, N].
+    Returns:
+        [rows, N] in x's dtype where the plan has one split, else partial sums.
+
+    Raises:
+        ValueError: rows or a layout that the plan's kernel does not take.
+    """
+    rows, k = x.shape
+    n = weight.shape[0]
+    if plan.kind == "library":
+        return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+    if rows > (1 if plan.kind == "fma" else MAX_ROWS) or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"a {plan.kind} product does not take {rows} rows, or a tensor is not contiguous along K")
+    if out is None:
+        shape = (rows, n) if plan.splits == 1 else (plan.splits, rows, n)
+        out = torch.empty(shape, dtype=x.dtype if plan.splits == 1 else torch.float32, device=x.device)
+    if plan.kind == "fma":
+        _one_row[(triton.cdiv(n, plan.block_n),)](
+            x,
+            weight,
+            out,
+            n,
+            k,
+            BN=plan.block_n,
+            BK=plan.block_k,
+            EVEN=k % plan.block_k == 0,
+            PDL=pdl,
+            num_warps=plan.warps,
+            launch_pdl=pdl,
+        )
+        return out
+    step = plan.splits * plan.block_k
+    _few_rows[(triton.cdiv(n, plan.block_n), plan.splits)](
+        x,
+        weight,
+        out,
+        n,
+        k,
+        x.stride(0),
+        rows,
+        triton.cdiv(k, step) * plan.block_k,
+        M=MAX_ROWS,
+        BN=plan.block_n,
+        BK=plan.block_k,
+        STAGES=plan.stages,
+        AHEAD=plan.ahead if x.is_cuda else 0,
+        SWAP=plan.kind == "swap",
+        EVEN=k % step == 0,
+        PDL=pdl,
+        num_warps=plan.warps,
+        launch_pdl=pdl,
+    )
+    return out

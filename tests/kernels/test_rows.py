@@ -1,0 +1,80 @@
+"""Row products against float64 ones, the sums of their splits, and the table that chooses between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nextn.kernels.row_plans import LIBRARY, RowPlan, RowPlans, bucket
+from tests.kernels.cases import DTYPES, TOLERANCE, error, poison, randn, real
+
+pytest.importorskip("triton")
+from nextn.kernels import rows_triton
+
+FMA = RowPlan("fma", 8, 64)
+DOT = RowPlan("dot", 32, 64, splits=2, stages=2)
+SWAP = RowPlan("swap", 64, 64, splits=2, stages=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows,n,k,plan",
+    [(1, 40, 192, FMA), (1, 7, 100, FMA), (1, 70, 256, DOT), (4, 70, 256, DOT), (16, 32, 200, DOT), (3, 100, 320, SWAP),
+     (9, 33, 64, RowPlan("dot", 32, 64, splits=1)), (5, 64, 72, RowPlan("swap", 64, 64, splits=1)),
+     (4, 12, 40, LIBRARY),
+     real(1, 12352, 2560, RowPlan("fma", 4, 1024, warps=4)),
+     real(4, 2560, 9216, RowPlan("dot", 64, 128, splits=8, stages=4, ahead=2)),
+     real(9, 18432, 2560, RowPlan("swap", 64, 128, splits=2, stages=4, ahead=2)),
+     real(4, 248320, 1024, RowPlan("dot", 64, 128, splits=1, stages=4)),
+     real(16, 2560, 9216, RowPlan("swap", 64, 128, splits=5, stages=4))],
+)  # fmt: skip
+def test_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) -> None:
+    x = randn(rows, k + 8, dtype=dtype)[:, :k]
+    if plan.kind == "library":
+        x = x.contiguous()
+    weight = randn(n, k, dtype=dtype, seed=1)
+    if plan.splits == 1:
+        around = poison(rows + 2, n, dtype=dtype)
+        got = rows_triton.row_product(x, weight, plan, out=around[1:-1])
+        assert around[[0, -1]].isnan().all()
+    else:
+        around = poison(plan.splits + 2, rows, n)
+        parts = rows_triton.row_product(x, weight, plan, out=around[1:-1])
+        assert around[[0, -1]].isnan().all()
+        got = parts.sum(0)
+    # In double precision on the GPU the largest of these would take its memory: compare by blocks of outputs.
+    for at in range(0, n, 32768):
+        expected = x.double() @ weight[at : at + 32768].double().t()
+        assert error(got[:, at : at + 32768], expected) < TOLERANCE[got.dtype]
+
+
+def test_each_split_is_the_product_of_its_columns() -> None:
+    x, weight = randn(2, 256), randn(32, 256, seed=1)
+    parts = rows_triton.row_product(x, weight, RowPlan("dot", 32, 64, splits=2, stages=1))
+    for s, part in enumerate(parts):
+        columns = slice(128 * s, 128 * (s + 1))
+        assert error(part, x[:, columns].double() @ weight[:, columns].double().t()) < 1e-6
+
+
+def test_what_a_kernel_cannot_take_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 rows"):
+        rows_triton.row_product(randn(2, 64), randn(8, 64), FMA)
+    with pytest.raises(ValueError, match="17 rows"):
+        rows_triton.row_product(randn(17, 64), randn(8, 64), DOT)
+    with pytest.raises(ValueError, match="contiguous"):
+        rows_triton.row_product(randn(2, 64), randn(64, 32).t(), DOT)
+
+
+@given(st.integers(1, 16))
+def test_bucket_is_the_smallest_power_of_two_that_holds_the_rows(rows: int) -> None:
+    assert bucket(rows) == min(b for b in (1, 2, 4, 8, 16) if b >= rows)
+
+
+def test_a_table_answers_for_its_shapes_and_row_buckets() -> None:
+    four = {"kind": "dot", "block_n": 32, "block_k": 128, "splits": 4, "warps": 8, "stages": 3, "ahead": 1}
+    plans = RowPlans({"256x64": {"1": {"kind": "fma", "block_n": 4, "block_k": 64}, "4": four}})
+    assert plans.plan(256, 64, 1) == RowPlan("fma", 4, 64)
+    assert plans.plan(256, 64, 3) == plans.plan(256, 64, 4) == RowPlan("dot", 32, 128, 4, 8, 3, 1)
+    assert plans.plan(256, 64, 2) == plans.plan(64, 256, 1) == plans.plan(256, 64, 17) == LIBRARY
