@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Literal
 
 import torch
 
-from nextn.engine.batch import join
+from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
 from nextn.engine.prefill import prefill
 from nextn.engine.round import RoundResult, decode_round
@@ -24,6 +25,8 @@ from nextn.errors import NextnError
 from nextn.models.decoder import Decoder, Drafter
 
 MAX_DRAFT_TOKENS = 8
+PREFILL_ROWS = 2048
+"""Rows of one prefill forward, over all prompts in it."""
 FinishReason = Literal["stop", "length"]
 
 
@@ -184,61 +187,75 @@ class Engine:
             return
         cache = self._cache(sequences)
         self.stats.cache_bytes = cache.nbytes
-        with torch.inference_mode():
-            started = time.perf_counter()
-            sampling = SamplingState.build(
-                [r.params for r in requests],
-                [r.prompt for r in requests],
-                vocab_size=self.target.config.vocab,
-                stop_ids=[r.params.stop_ids(r.eos) for r in requests],
-                device=cache.device,
-            )
-            batches, results, done = [], [], 0
-            total = sum(len(r.prompt) for r in requests)
-            for s in sequences:
+        running, batch, news = self._prefill(cache, sequences, progress)
+        yield news
+        while True:
+            alive = [i for i, s in enumerate(running) if s.finish is None]
+            for s in running:
+                if s.finish is not None:
+                    cache.give_back(s.pages, s.slot)
+            if not alive:
+                return
+            if len(alive) < len(running):
+                running, batch = [running[i] for i in alive], batch.keep(alive)
+            yield self._round(cache, running, batch)
+
+    @torch.inference_mode()
+    def _prefill(
+        self, cache: Cache, sequences: Sequence[Running], progress: Callable[[int, int], None] | None
+    ) -> tuple[list[Running], Batch, list[tuple[Running, Update]]]:
+        """Prefill all, in groups of equal length. Returns the sequences in the batch's order, the batch, the news."""
+        started = time.perf_counter()
+        sampling = SamplingState.build(
+            [s.request.params for s in sequences],
+            [s.request.prompt for s in sequences],
+            vocab_size=self.target.config.vocab,
+            stop_ids=[s.request.params.stop_ids(s.request.eos) for s in sequences],
+            device=cache.device,
+        )
+        total = sum(len(s.request.prompt) for s in sequences)
+        batches: list[Batch] = []
+        running: list[Running] = []
+        news: list[tuple[Running, Update]] = []
+        done = 0
+        for group in self._groups(sequences):
+            for s in group:
                 s.pages, s.slot = cache.take(self._room(s))
-                batch, first = prefill(
-                    self.target,
-                    self.draft,
-                    cache,
-                    s.request.prompt,
-                    s.pages,
-                    s.slot,
-                    sampling.select([s.index]),
-                    k=self.k,
-                    chunk=self.chunk,
-                    progress=partial(_forward, progress, done, total) if progress is not None else None,
-                )
-                done += len(s.request.prompt)
-                batches.append(batch)
-                results.append(first)
-            batch = join(batches, sampling)
-            sampling.commit(batch.bonus[:, None], torch.ones_like(batch.bonus))
-            news = [(s, Update(*s.take(*self._read([s], r)[0][1:]))) for s, r in zip(sequences, results, strict=True)]
-            running = sequences
-            self.stats.prefill_seconds += time.perf_counter() - started
-            yield news
-            while True:
-                alive = [i for i, s in enumerate(running) if s.finish is None]
-                for s in running:
-                    if s.finish is not None:
-                        cache.give_back(s.pages, s.slot)
-                if not alive:
-                    return
-                if len(alive) < len(running):
-                    running = [running[i] for i in alive]
-                    batch = batch.keep(alive)
-                started = time.perf_counter()
-                batch.bound = max(len(s.request.prompt) + len(s.tokens) for s in running)
-                result = decode_round(self.target, self.draft, cache, batch)
-                news = []
-                read, drafts = self._read(running, result), result.drafts.tolist()
-                for s, (accepted, tokens, logprobs), proposed in zip(running, read, drafts, strict=True):
-                    taken, text = s.take(tokens, logprobs)
-                    s.rounds.append(Round(tuple(proposed), accepted, taken))
-                    news.append((s, Update(taken, text, s.rounds[-1])))
-                self.stats.decode_seconds += time.perf_counter() - started
-                yield news
+            batch, first = prefill(
+                self.target,
+                self.draft,
+                cache,
+                [s.request.prompt for s in group],
+                [s.pages for s in group],
+                [s.slot for s in group],
+                sampling.select([s.index for s in group]),
+                k=self.k,
+                chunk=self.chunk,
+                progress=partial(_forward, progress, done, total) if progress is not None else None,
+            )
+            done += sum(len(s.request.prompt) for s in group)
+            batches.append(batch)
+            running += group
+            for s, (_, tokens, logprobs) in zip(group, self._read(group, first), strict=True):
+                news.append((s, Update(*s.take(tokens, logprobs))))
+        batch = join(batches, sampling.select([s.index for s in running]))
+        batch.sampling.commit(batch.bonus[:, None], torch.ones_like(batch.bonus))
+        self.stats.prefill_seconds += time.perf_counter() - started
+        return running, batch, news
+
+    @torch.inference_mode()
+    def _round(self, cache: Cache, running: Sequence[Running], batch: Batch) -> list[tuple[Running, Update]]:
+        started = time.perf_counter()
+        batch.bound = max(len(s.request.prompt) + len(s.tokens) for s in running)
+        result = decode_round(self.target, self.draft, cache, batch)
+        news = []
+        read, drafts = self._read(running, result), result.drafts.tolist()
+        for s, (accepted, tokens, logprobs), proposed in zip(running, read, drafts, strict=True):
+            taken, text = s.take(tokens, logprobs)
+            s.rounds.append(Round(tuple(proposed), accepted, taken))
+            news.append((s, Update(taken, text, s.rounds[-1])))
+        self.stats.decode_seconds += time.perf_counter() - started
+        return news
 
     def _admit(self, index: int, request: Request) -> Running:
         config = self.target.config
@@ -257,6 +274,18 @@ class Engine:
             )
         wanted = request.params.max_tokens
         return Running(index, request, room if wanted is None else min(room, wanted))
+
+    def _groups(self, sequences: Sequence[Running]) -> Iterator[list[Running]]:
+        """Sequences that can be prefilled together: equal lengths of prompt and room, within PREFILL_ROWS."""
+
+        def shape(s: Running) -> tuple[int, int]:
+            return len(s.request.prompt), self._room(s)
+
+        for (length, _), alike in groupby(sorted(sequences, key=shape), key=shape):
+            members = list(alike)
+            size = max(1, PREFILL_ROWS // min(length, self.chunk))
+            for at in range(0, len(members), size):
+                yield members[at : at + size]
 
     def _room(self, sequence: Running) -> int:
         """Positions that a sequence may touch: its tokens and those of rounds not yet cut."""
@@ -296,6 +325,6 @@ class Engine:
         return out
 
 
-def _forward(progress: Callable[[int, int], None], base: int, total: int, done: int, _: int) -> None:
-    """One prompt's progress as that of all prompts."""
+def _forward(progress: Callable[[int, int], None], base: int, total: int, done: int) -> None:
+    """One group's progress as that of all prompts."""
     progress(base + done, total)

@@ -1,4 +1,4 @@
-"""Prefill: run a prompt through target and head in chunks, and take the first token and its drafts.
+"""Prefill: run prompts through target and head in chunks, and take the first tokens and their drafts.
 
 The head's row at position t needs token t + 1: the last row of a chunk that is not the last takes the next prompt
 token; the prompt's last row takes the token that the target just gave.
@@ -23,53 +23,54 @@ def prefill(
     target: Decoder,
     draft: Drafter,
     cache: Cache,
-    prompt: Sequence[int],
-    pages: list[int],
-    slot: int,
+    prompts: Sequence[Sequence[int]],
+    pages: Sequence[list[int]],
+    slots: Sequence[int],
     sampling: SamplingState,
     *,
     k: int,
     chunk: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[Batch, RoundResult]:
-    """Prefill one prompt.
+    """Prefill prompts of one length together.
 
     Args:
-        prompt: at least one token id.
-        pages, slot: from `Cache.take`.
-        sampling: of this one request.
+        prompts: [batch] of at least one token id each, all equally long.
+        pages, slots: a prompt each, from `Cache.take`.
+        sampling: of these requests.
         k: draft tokens to leave ready.
-        chunk: rows a forward.
-        progress: called with (positions done, positions in all) after each chunk.
+        chunk: rows a forward and prompt.
+        progress: called with the positions done, over all prompts, after each chunk.
     Returns:
-        (a batch of one, ready for its first round; the first token as a result without drafts).
+        (a batch ready for its first round; the first tokens as a result without drafts).
     """
     device = cache.device
-    ids = torch.tensor(prompt, dtype=torch.int64, device=device)[None]
-    total = len(prompt)
-    table = torch.tensor([pages], dtype=torch.int64, device=device)
-    slots = torch.tensor([slot], dtype=torch.int64, device=device)
-    one = torch.ones(1, dtype=torch.int64, device=device)
+    ids = torch.tensor(prompts, dtype=torch.int64, device=device)
+    size, total = ids.shape
+    table = torch.tensor(pages, dtype=torch.int64, device=device)
+    slot = torch.tensor(slots, dtype=torch.int64, device=device)
+    ones = torch.ones(size, dtype=torch.int64, device=device)
     post = pre = ids
     for start in range(0, total, chunk):
         stop = min(start + chunk, total)
-        where = Rows(cache, table, torch.arange(start, stop, device=device)[None], stop, slots, one, prefill=True)
+        positions = torch.arange(start, stop, device=device).expand(size, -1)
+        where = Rows(cache, table, positions, stop, slot, ones, prefill=True)
         post, pre = target(ids[:, start:stop], TargetContext(where))
         if k and stop < total:
             draft.head_forward(ids[:, start + 1 : stop + 1], target.head_hidden(post, pre), DraftContext(where))
         if progress is not None:
-            progress(stop, total)
+            progress(stop * size)
     logits = target.logits(post[:, -1:])
-    token = _first_token(logits, sampling, one * total)
-    sampling.commit(token, one)
+    token = _first_token(logits, sampling, ones * total)
+    sampling.commit(token, ones)
     batch = Batch(
-        lengths=one * total,
+        lengths=ones * total,
         bonus=token[:, 0],
-        drafts=token.new_empty((1, 0)),
+        drafts=token.new_empty((size, 0)),
         draft_probs=None,
-        committed=one,
+        committed=ones,
         table=table,
-        slots=slots,
+        slots=slot,
         sampling=sampling,
         bound=total,
     )
@@ -79,11 +80,11 @@ def prefill(
         batch.drafts, batch.draft_probs = draft_tokens(
             draft, cache, batch, out[:, -1:], recycled[:, -1:], k, bound=total + k
         )
-    return batch, RoundResult(token, one * 0, token.new_empty((1, 0)), logits, logits.amax((-1, -2)).isnan())
+    return batch, RoundResult(token, ones * 0, token.new_empty((size, 0)), logits, logits.amax((-1, -2)).isnan())
 
 
 def _first_token(logits: Tensor, sampling: SamplingState, position: Tensor) -> Tensor:
-    """The token after the prompt, [1, 1], as plain decoding chooses it."""
+    """The token after each prompt, [batch, 1], as plain decoding chooses it."""
     if sampling.plan.all_greedy:
         return adjust(logits, sampling).argmax(-1)
     return sample(process(logits, sampling), uniforms(sampling.seed, position)[:, None, DRAW])
