@@ -74,6 +74,9 @@ class Report:
                 }
                 for f in self.findings
             ],
+            "remote": {"commit": remote.commit, "requests": remote.requests, "bytes_read": remote.bytes_read}
+            if (remote := facts.checkpoint.remote)
+            else None,
             "engines": {name: self.engines[name].as_json() for name in ENGINES},
         }
 
