@@ -64,6 +64,13 @@ class TensorSpec:
         """
         return tuple(size(s, dims) for s in self.shape)
 
+    def sizes_if_known(self, dims: Dims) -> tuple[int, ...]:
+        """`sizes`, with `ANY` throughout where the geometry lacks one: for tensors that need not be there."""
+        try:
+            return self.sizes(dims)
+        except (KeyError, NextnError):
+            return (ANY,) * len(self.shape)
+
     @property
     def placeholders(self) -> frozenset[str]:
         return frozenset(re.findall(r"\{(\w)\}", self.key))
@@ -228,10 +235,11 @@ class Family:
             if not spec.applies(dims) or spec.experts not in ("", experts):
                 continue
             marks = spec.placeholders
+            sizes = spec.sizes_if_known(dims) if spec.optional else spec.sizes(dims)
             for i in range(head_layers) if marks & {"i", "n"} else (0,):
                 for e in range(dims.get("experts", 0)) if "e" in marks else (0,):
                     at = {"i": i, "n": layers + i, "e": e}
-                    yield fill(spec.name, at), join(prefix, fill(spec.key, at)), spec.sizes(dims), spec
+                    yield fill(spec.name, at), join(prefix, fill(spec.key, at)), sizes, spec
 
     @cached_property
     def _by_tail(self) -> dict[str, list[tuple[TensorSpec, re.Pattern[str]]]]:
