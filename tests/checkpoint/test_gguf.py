@@ -168,6 +168,14 @@ def test_unknown_type_takes_the_room_to_the_next_tensor(tmp_path: Path) -> None:
     assert (tensors["u"].dtype, tensors["u"].nbytes) == ("F32", 32)
 
 
+def test_metadata_alone(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(document(pairs=1, body=text("k") + struct.pack("<IB", 0, 7)))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.gguf == {"k": 7}
+    assert checkpoint.tensors == {}
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=4),

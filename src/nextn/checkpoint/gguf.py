@@ -66,7 +66,7 @@ STRING, ARRAY = 8, 9
 KEPT_VALUES = 64
 MAX_VALUES = 4_000_000
 """Values of all lists that must be walked, one file; the largest vocabularies hold a million strings."""
-MAX_PAIRS, MAX_TENSORS = 100_000, 500_000
+MAX_PAIRS, MAX_TENSORS = 65_536, 65_536
 MAX_STRING_BYTES = 16 << 20
 MAX_WINDOW = 8 << 20
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -221,7 +221,7 @@ def _place(
     tensors: dict[str, TensorInfo] = {}
     room = max(size_bytes - data_start, 0)
     starts = sorted({offset for _, _, _, offset in entries})
-    following = dict(zip(starts, [*starts[1:], room], strict=True))
+    following = dict(zip(starts, [*starts[1:], room], strict=False))
     for key, shape, kind, offset in entries:
         if key in tensors:
             raise NextnError(f"{name} names the tensor {key[:80]!r} twice.", "Convert it again.")

@@ -102,9 +102,10 @@ def _tensor(key: str, entry: Any, data_start: int, name: str) -> TensorInfo:
         raise NextnError(f"The header of {name} describes {key[:80]!r} in a form that is not valid.", AGAIN) from None
     if not isinstance(shape, list) or len(shape) > MAX_RANK:
         raise NextnError(f"The header of {name} gives {key[:80]!r} no valid shape.", AGAIN)
-    if any(type(n) is not int or n < 0 or n >> 62 for n in (*shape, begin, end)):
-        raise NextnError(f"The header of {name} gives {key[:80]!r} sizes that are not whole numbers.", AGAIN)
     elements = 1
+    for n in (begin, end, *shape):
+        if type(n) is not int or n < 0 or n >> 62:
+            raise NextnError(f"The header of {name} gives {key[:80]!r} sizes that are not whole numbers.", AGAIN)
     for n in shape:
         elements *= n
     if end < begin or (elements * bits + 7) // 8 != end - begin:

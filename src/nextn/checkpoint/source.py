@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,15 +76,28 @@ def open_folder(root: Path) -> Checkpoint:
             raise NextnError(f"{root} holds neither config.json nor weights.", "Name the folder of a checkpoint.")
     config = read_json(config_path) if config_path.is_file() else {}
     headers: dict[str, Header] = {}
-    for name in files:
-        try:
-            headers[name] = read_header(root / name, name)
-        except NextnError as error:
-            unreadable[name] = error.what
+    with collection_paused():
+        for name in files:
+            try:
+                headers[name] = read_header(root / name, name)
+            except NextnError as error:
+                unreadable[name] = error.what
     if files and not headers:
         raise NextnError(f"No weight file of {root} can be read: {unreadable[files[0]]}", "Download it again.")
     unreadable |= broken
     return assemble(str(root), root, config, headers, files=files, index=index, unreadable=unreadable)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage collection while many small values are built: it doubles the time of large listings."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def open_file(path: Path) -> Checkpoint:
