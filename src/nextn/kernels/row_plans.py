@@ -43,11 +43,6 @@ class RowPlan:
 LIBRARY = RowPlan("library")
 
 
-def bucket(rows: int) -> int:
-    """The row count that the table lists for `rows`: the next power of two."""
-    return 1 << (rows - 1).bit_length()
-
-
 class RowPlans:
     """A table of plans.
 
@@ -56,17 +51,14 @@ class RowPlans:
     """
 
     def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        self._plans = {
-            (*map(int, shape.split("x")), int(rows)): RowPlan(**fields)
-            for shape, by_rows in table.items()
-            for rows, fields in by_rows.items()
-        }
+        self._plans: dict[tuple[int, int], list[tuple[int, RowPlan]]] = {}
+        for shape, by_rows in table.items():
+            n, k = map(int, shape.split("x"))
+            self._plans[n, k] = sorted((int(rows), RowPlan(**fields)) for rows, fields in by_rows.items())
 
     def plan(self, n: int, k: int, rows: int) -> RowPlan:
-        """For `rows` rows times a weight [n, k]: the listed plan of the row bucket, or the library."""
-        if rows > MAX_ROWS:
-            return LIBRARY
-        return self._plans.get((n, k, bucket(rows)), LIBRARY)
+        """For `rows` rows times a weight [n, k]: the one listed for the fewest rows not below, or the library."""
+        return next((plan for most, plan in self._plans.get((n, k), ()) if most >= rows), LIBRARY)
 
 
 @cache

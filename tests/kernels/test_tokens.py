@@ -1,0 +1,166 @@
+"""Tokens from logits on the device against the definitions in the engine's sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextn.engine import sampling
+from nextn.engine.logits import SamplingState, process
+from nextn.engine.params import SamplingParams
+from tests.kernels.cases import DEVICE, DTYPES, error, randn, real
+
+pytest.importorskip("triton")
+from nextn.kernels import probs_triton, tokens_triton
+
+WIDTHS = [(3, 50), (2, 5000), real(4, 248320)]
+
+
+def uniform(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=generator, dtype=torch.float64).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,width", WIDTHS)
+def test_argmax_takes_the_lowest_of_equals(rows: int, width: int, dtype: torch.dtype) -> None:
+    logits = randn(rows, width, dtype=dtype)
+    logits[0, [7, width - 3]] = 30.0
+    tokens, valid = tokens_triton.argmax(logits)
+    assert torch.equal(tokens, logits.float().argmax(-1))
+    assert tokens[0] == 7
+    assert valid.all()
+
+
+@pytest.mark.parametrize("width", [50, 5000])
+def test_a_nan_invalidates_its_row_alone(width: int) -> None:
+    logits = randn(3, width)
+    logits[1, [width - 9, width - 2]] = float("nan")
+    logits[1, 4] = float("inf")
+    tokens, valid = tokens_triton.argmax(logits)
+    assert valid.tolist() == [True, False, True]
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_greedy_acceptance() -> None:
+    choices = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9], [1, 0, 1, 0]], device=DEVICE)
+    drafts = torch.tensor([[1, 2, 3], [5, 0, 7], [0, 9, 9], [1, 0, 0]], device=DEVICE)
+    tokens, accepted = tokens_triton.accept_greedy(choices, drafts)
+    expected = sampling.accept_greedy(choices, drafts)
+    assert torch.equal(tokens, expected[0])
+    assert accepted.tolist() == expected[1].tolist() == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize("rows,width", WIDTHS)
+def test_sampling_draws_what_the_definition_draws(rows: int, width: int) -> None:
+    probs = torch.softmax(3 * randn(rows, width), -1)
+    probs[:, ::2] = 0
+    for seed in range(4):
+        draws = uniform(rows, 3, seed=seed)[:, 1]
+        tokens = tokens_triton.sample(probs, draws)
+        assert torch.equal(tokens, sampling.sample(probs, draws))
+    for edge in (0.0, 1 - 2.0**-53):
+        tokens = tokens_triton.sample(probs, torch.full((rows,), edge, dtype=torch.float64, device=DEVICE))
+        assert (tokens % 2 == 1).all()
+        assert tokens.tolist() == [1 if edge == 0 else width - 1 - width % 2] * rows
+
+
+CHOICES = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.3, top_k=5),
+    SamplingParams(top_p=0.6),
+    SamplingParams(temperature=2.0, top_k=40, top_p=0.8),
+    SamplingParams(temperature=0.9, min_p=0.1),
+    SamplingParams(temperature=1.5, top_k=30, top_p=0.95, min_p=0.02),
+    SamplingParams(top_p=0.01),
+    SamplingParams(top_k=1),
+]
+
+
+def processed(logits: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """(kernel's, definition's) probabilities."""
+    state = SamplingState.build(params, [[0]] * len(params), vocab_size=logits.shape[-1], device=DEVICE)
+    got = probs_triton.process(
+        logits,
+        state.temperature.view(-1),
+        state.top_k.view(-1) if state.plan.top_k else None,
+        state.top_p.view(-1) if state.plan.top_p else None,
+        state.min_p.view(-1),
+        state.greedy.view(-1),
+    )
+    return got, process(logits, state)
+
+
+@pytest.mark.parametrize(
+    "per_sequence,width,kept",
+    [(2, 2100, slice(0, 2)), (1, 70, slice(0, 3)), (2, 70, slice(3, 4)), (1, 70, slice(0, 9)), (1, 2100, slice(4, 5)),
+     real(4, 248320, slice(0, 1)), real(4, 248320, slice(0, 9))],
+)  # fmt: skip
+def test_probabilities_after_all_filters(per_sequence: int, width: int, kept: slice) -> None:
+    params = CHOICES[kept]
+    logits = 3 * randn(len(params), per_sequence, width, seed=7)
+    got, expected = processed(logits, params)
+    assert torch.equal(got > 0, expected > 0)
+    assert error(got, expected) < 1e-6
+
+
+def test_ties_at_the_cuts_are_kept_as_the_definition_keeps_them() -> None:
+    logits = torch.zeros(4, 1, 3000, device=DEVICE)
+    logits[:, :, ::7] = 1.0
+    logits[:, :, [5, 2900]] = 9.0
+    params = [
+        SamplingParams(top_k=10), SamplingParams(top_p=0.95), SamplingParams(top_k=2, top_p=0.3),
+        SamplingParams(top_k=400, top_p=0.9999, min_p=0.0004),
+    ]  # fmt: skip
+    got, expected = processed(logits, params)
+    assert torch.equal(got > 0, expected > 0)
+    assert error(got, expected) < 1e-6
+    # 2 ids at 9, 429 at 1, 2569 at 0.
+    one, zero = math.exp(-8), math.exp(-9)
+    of_zeros = math.ceil((0.95 * (2 + 429 * one + 2569 * zero) - 2 - 429 * one) / zero)
+    assert (got > 0).sum(-1).view(-1).tolist() == [431, 431 + of_zeros, 1, 2]
+
+
+def test_logits_of_minus_infinity_are_never_kept_with_mass() -> None:
+    logits = randn(2, 1, 60)
+    logits[:, :, 10:] = -torch.inf
+    got, expected = processed(logits, [SamplingParams(top_k=30), SamplingParams(top_p=0.99)])
+    assert error(got, expected) < 1e-6
+    assert (got[:, :, 10:] == 0).all()
+
+
+@pytest.mark.parametrize("steps,width", [(1, 40), (3, 4500), real(3, 248320)])
+def test_rejection_keeps_and_draws_what_the_definition_does(steps: int, width: int) -> None:
+    batch = 4
+    target = torch.softmax(2 * randn(batch, steps + 1, width), -1)
+    draft = torch.softmax(2 * randn(batch, steps, width, seed=1), -1)
+    draft[0] = target[0, :-1]
+    target[1, :, ::3] = 0
+    target[1] /= target[1].sum(-1, keepdim=True)
+    seen = set()
+    for seed in range(5):
+        drafts = sampling.sample(draft, uniform(batch, steps, seed=50 + seed))
+        draws = uniform(batch, steps + 1, sampling.LANES, seed=seed)
+        expected = sampling.accept(target, drafts, draft, draws)
+        got = tokens_triton.accept(target, drafts, draft, draws[..., sampling.ACCEPT], draws[..., sampling.DRAW])
+        assert torch.equal(got[1], expected[1])
+        for b, n in enumerate(expected[1].tolist()):
+            assert torch.equal(got[0][b, : n + 1], expected[0][b, : n + 1])
+        seen |= set(expected[1].tolist())
+    assert {0, steps} <= seen
+
+
+def test_a_refused_draft_with_no_residual_is_replaced_by_the_target_itself() -> None:
+    """Rounding can refuse a token where p and q are equal everywhere: the bonus then follows p."""
+    probs = torch.softmax(randn(1, 2, 50), -1)
+    draws = uniform(1, 2, 2, seed=3)
+    draws[0, 0, 0] = 1.0
+    drafts = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    draft = probs[:, :1].contiguous()
+    tokens, accepted = tokens_triton.accept(probs, drafts, draft, draws[..., 0], draws[..., 1])
+    assert accepted.tolist() == [0]
+    assert tokens[0, 0] == sampling.sample(probs[:, 0], draws[:, 0, 1])
