@@ -33,6 +33,9 @@ def test_qwen35_head() -> None:
     assert len(expected) == 15
     assert expected["blk.64.nextn.eh_proj.weight"] == (5120, 10240)
     assert expected["blk.64.attn_q.weight"] == (2 * 24 * 256, 5120)
+    assert expected["blk.64.attn_output.weight"] == (5120, 24 * 256)
+    assert expected["blk.64.ffn_down.weight"] == (5120, 17408)
+    assert family.confidence == "full"
 
 
 def test_canonical_names_are_those_of_the_family() -> None:
@@ -50,7 +53,12 @@ def test_keys_and_names_map_both_ways(architecture: str) -> None:
     assert family is not None
     assert family.name in {f.name for f in FAMILIES}
     sizes = {"embedding_length": 64, "attention.head_count": 4, "expert_count": 8, "block_count": 12}
-    sizes |= {"attention.q_lora_rank": 16, "attention.kv_lora_rank": 8, "attention.indexer.head_count": 2}
+    sizes |= {
+        "feed_forward_length": 128,
+        "attention.q_lora_rank": 16,
+        "attention.kv_lora_rank": 8,
+        "attention.indexer.head_count": 2,
+    }
     sizes |= {"expert_feed_forward_length": 32, "expert_shared_count": 1, "vocab_size": 100, "nextn_predict_layers": 2}
     metadata = {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in sizes.items()}
     dims = gguf_geometry(metadata)

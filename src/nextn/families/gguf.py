@@ -82,7 +82,8 @@ def fusion() -> tuple[TensorSpec, ...]:
 
 def attention(kind: str) -> tuple[TensorSpec, ...]:
     """Attention of a block; sizes that head counts a layer would change are not pinned."""
-    out = spec("block.attn.o.weight", "attn_output.weight", "hidden", "?")
+    gated = kind == "gated"
+    out = spec("block.attn.o.weight", "attn_output.weight", "hidden", "heads*v_head_dim" if gated else "?")
     if kind == "mla":
         low = ("q_lora",)
         return (
@@ -103,14 +104,17 @@ def attention(kind: str) -> tuple[TensorSpec, ...]:
             spec("block.attn.index.weights.weight", "indexer.proj.weight", "?", "hidden", when=("index_heads",)),
         )
     norms = tuple(
-        spec(f"block.attn.{p}_norm.weight", f"attn_{p}_norm.weight", "head_dim", optional=kind != "gated") for p in "qk"
+        spec(f"block.attn.{p}_norm.weight", f"attn_{p}_norm.weight", "head_dim", optional=not gated) for p in "qk"
     )
     if kind == "fused":
         return (spec("block.attn.qkv.weight", "attn_qkv.weight", "?", "hidden"), *norms, out)
-    width = "2*heads*head_dim" if kind == "gated" else "?"
+    widths = {"q": "2*heads*head_dim", "k": "kv_heads*head_dim", "v": "kv_heads*v_head_dim"}
     projections = tuple(
-        spec(f"block.attn.{p}.weight", f"attn_{p}.weight", width if p == "q" else "?", "hidden") for p in "qkv"
+        spec(f"block.attn.{p}.weight", f"attn_{p}.weight", width if gated else "?", "hidden")
+        for p, width in widths.items()
     )
+    if gated:
+        return (*projections, *norms, out)
     biases = tuple(spec(f"block.attn.{p}.bias", f"attn_{p}.bias", "?", optional=True) for p in "qkv")
     extras = (
         spec("block.attn.sink", "attn_sinks.weight", "?", optional=True),
@@ -121,10 +125,12 @@ def attention(kind: str) -> tuple[TensorSpec, ...]:
 
 def feed_forward(kind: str) -> tuple[TensorSpec, ...]:
     """Dense or sparse, as the geometry says; OCR's dense layer fuses gate and up."""
+    gated = kind == "gated"
     sparse, shared = ("mtp_moe",), ("mtp_moe", "shared_inter")
+    inter, shared_inter = ("inter", "shared_inter") if gated else ("?", "?")
     dense = tuple(
         spec(f"block.mlp.{p}.weight", f"ffn_{p}.weight", *shape, when=("!mtp_moe",), optional=kind == "ocr")
-        for p, shape in (("gate", ("?", "hidden")), ("up", ("?", "hidden")), ("down", ("hidden", "?")))
+        for p, shape in (("gate", (inter, "hidden")), ("up", (inter, "hidden")), ("down", ("hidden", inter)))
     )
     projection = ("experts", "moe_inter", "hidden")
     both = spec("block.moe.experts.gate_up", "ffn_gate_up_exps.weight", "experts", "2*moe_inter", "hidden", when=sparse)
@@ -134,7 +140,6 @@ def feed_forward(kind: str) -> tuple[TensorSpec, ...]:
         replace(both, experts="grouped"),
         spec("block.moe.experts.down", "ffn_down_exps.weight", "experts", "hidden", "moe_inter", when=sparse),
     )
-    gated = kind == "gated"
     return (
         *dense,
         spec("block.moe.router.weight", "ffn_gate_inp.weight", "experts", "hidden", when=sparse),
@@ -142,9 +147,13 @@ def feed_forward(kind: str) -> tuple[TensorSpec, ...]:
         *stacked,
         *(
             spec(f"block.moe.shared.{p}.weight", f"ffn_{p}_shexp.weight", *shape, when=shared)
-            for p, shape in (("gate", ("?", "hidden")), ("up", ("?", "hidden")), ("down", ("hidden", "?")))
+            for p, shape in (
+                ("gate", (shared_inter, "hidden")),
+                ("up", (shared_inter, "hidden")),
+                ("down", ("hidden", shared_inter)),
+            )
         ),
-        spec("block.moe.shared_gate.weight", "ffn_gate_inp_shexp.weight", "?", when=shared, optional=not gated),
+        spec("block.moe.shared_gate.weight", "ffn_gate_inp_shexp.weight", "hidden", when=shared, optional=not gated),
     )
 
 
@@ -178,8 +187,8 @@ def gguf_family(architecture: str) -> Family | None:
         head=(*fusion(), *norms(kind), *attention(kind), *feed_forward(kind)),
         block="as the family's, in llama.cpp's names",
         ships_copies=True,
-        confidence="partial",
-        note="Sizes of attention are not pinned: metadata may give them a layer.",
+        confidence="full" if kind == "gated" else "partial",
+        note="" if kind == "gated" else "Sizes of attention are not pinned: metadata may give them a layer.",
         source="gguf/constants.py",
     )
 
@@ -217,8 +226,12 @@ def gguf_geometry(metadata: Mapping[str, Any]) -> Sizes:
     heads = gguf_declared(metadata)[0] or 0
     if isinstance(blocks, int) and not isinstance(blocks, bool) and heads <= blocks <= COUNT_LIMIT:
         dims["layers"] = blocks - heads
+    if "kv_heads" not in dims and "heads" in dims:
+        dims["kv_heads"] = dims["heads"]
     if "head_dim" not in dims and dims.get("heads") and "hidden" in dims:
         dims["head_dim"] = dims["hidden"] // dims["heads"]
+    if "v_head_dim" not in dims and "head_dim" in dims:
+        dims["v_head_dim"] = dims["head_dim"]
     if dims.get("shared_experts") and "shared_inter" not in dims and "moe_inter" in dims:
         dims["shared_inter"] = dims["shared_experts"] * dims["moe_inter"]
     dims["one"] = 1
