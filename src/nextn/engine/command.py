@@ -140,6 +140,7 @@ def generate(
 
     from nextn import api
     from nextn.engine.progress import loading
+    from nextn.engine.threads import fit_threads
 
     with loading(sys.stderr) as progress:
         loaded = api.load(
@@ -154,6 +155,7 @@ def generate(
             cache_dir=cache_dir,
             progress=progress,
         )
+    fit_threads(loaded.weight_bytes)
     given_prompt: api.Prompt
     if ids is not None:
         if chat:

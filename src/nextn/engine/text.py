@@ -6,6 +6,7 @@ transformers renders chat templates, and loads tokenizers whose tokenizer.json i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,9 @@ VOCABULARY_FILES = (
     "tiktoken.model",
 )
 """Files any of which means that a folder has a tokenizer."""
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The block of a chat template around what the model itself writes (transformers' templates)."""
 
 
 class Tokenizer:
@@ -133,6 +137,24 @@ class Tokenizer:
             return list(self._fast.encode(text, add_special_tokens=special).ids)
         return list(self._transformers.encode(text, add_special_tokens=special, verbose=False))
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text without added special tokens, and the characters [begin, end) that each stands for.
+
+        Raises:
+            NextnError: a tokenizer that does not know where its tokens come from.
+        """
+        if self._fast is not None:
+            encoded = self._fast.encode(text, add_special_tokens=False)
+            return list(encoded.ids), list(encoded.offsets)
+        try:
+            given = self._transformers(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except NotImplementedError:
+            raise NextnError(
+                f"The tokenizer of {self.folder} does not say which characters a token stands for.",
+                "Add a tokenizer.json, or give token ids.",
+            ) from None
+        return list(given["input_ids"]), [(int(a), int(b)) for a, b in given["offset_mapping"]]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids. Ids beyond the tokenizer's, as padded vocabularies have, are left out."""
         if self._fast is not None:
@@ -176,6 +198,37 @@ class Tokenizer:
                 "Check the roles, their order and the contents.",
             ) from None
         return str(text)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._transformers.chat_template)
+
+    def generation_spans(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[tuple[int, int]]:
+        """Characters [begin, end) of `render_chat` without a generation prompt that ``{% generation %}`` encloses.
+
+        Empty where the template has no such block.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = self._transformers
+        given = None if tools is None else [dict(t) for t in tools]
+        template = tokenizer.get_chat_template(None, given)
+        if GENERATION.search(template) is None:
+            return []
+        _, spans = render_jinja_template(
+            conversations=[[dict(m) for m in messages]],
+            tools=given,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **(variables or {})},
+        )
+        return [(int(a), int(b)) for a, b in spans[0]]
 
     def encode_chat(
         self,
