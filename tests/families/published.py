@@ -300,10 +300,16 @@ PUBLISHED: dict[str, Published] = {
         {
             "model_type": "glm5_next",
             "text_config": DEEPSEEK
-            | {"num_hidden_layers": 45, "n_routed_experts": 288, "index_n_heads": 32, "index_head_dim": 128},
+            | {
+                "num_hidden_layers": 45,
+                "n_routed_experts": 288,
+                "index_n_heads": 32,
+                "index_head_dim": 128,
+                "index_kpool": 16,
+            },
         },
         1,
-        FUSION + NORMS + MLA + INDEXER + ROUTER + SHARED + 3 * 288,
+        FUSION + NORMS + MLA + INDEXER + 2 + ROUTER + SHARED + 3 * 288,
         declared_by="text_config.num_nextn_predict_layers",
     ),
     "GLM-OCR": Published(
@@ -422,6 +428,12 @@ PUBLISHED: dict[str, Published] = {
         BAILING | {"model_type": "bailing_hybrid"},
         1,
         FUSION + NORMS + (MLA - 2) + ROUTER + SHARED + 3 * 512,
+    ),
+    "Ling-3": Published(
+        "bailing_hybrid",
+        BAILING | {"model_type": "bailing_moe_v3", "gated_attention_proj_granularity_type": "head_wise"},
+        1,
+        FUSION + NORMS + (MLA - 2) + 1 + ROUTER + SHARED + 3 * 512,
     ),
     "Ling-2": Published(
         "bailing_moe_v2",

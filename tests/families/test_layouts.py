@@ -134,6 +134,8 @@ def test_target_layers_are_not_the_head(case: Published) -> None:
         ("LongCat-Flash", "model.mtp.layers.0.enorm.m.weight", (6144,)),
         ("Ling-2.5", "model.layers.42.attention.q_proj.weight", (32 * 192, 2560)),
         ("Ling-2.5", "model.layers.42.attention.dense.weight", (2560, 32 * 128)),
+        ("Ling-3", "model.layers.42.attention.g_proj.weight", (32, 2560)),
+        ("GLM-5.3-Flash", "model.layers.45.self_attn.indexer.index_kpool_compress_ape", (16, 128)),
         ("Ling-2", "model.layers.42.attention.query_key_value.weight", (48 * 128, 2560)),
         ("Hunyuan-V3", "model.layers.80.mlp.router.gate.weight", (192, 4096)),
         ("Hunyuan-V4", "model.mtp_layers.0.self_attn.linear_gate.weight", (128 * 128, 7168)),

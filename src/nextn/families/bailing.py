@@ -1,14 +1,16 @@
 """Ling and Ring (Bailing): DeepSeek's place and fusion, ``final_layernorm``, and exporters' own names inside the layer.
 
-V2 has fused grouped-query attention, V2.5 and V3 latent attention. Published checkpoints say ``attention`` and
-``dense``, the engines and transformers ``self_attn`` and ``o_proj``; both are read. Layout: vLLM
+V2 has fused grouped-query attention, V2.5 and V3 latent attention, V3 with an output gate. Published checkpoints say
+``attention`` and ``dense``, the engines and transformers ``self_attn`` and ``o_proj``; both are read. Layout: vLLM
 ``models/bailing_moe_mtp.py``, ``bailing_moe_v3_mtp.py``, SGLang ``models/bailing_moe_nextn.py``, transformers
 ``conversion_mapping.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from nextn.families import blocks
 from nextn.families.contract import Family, TensorSpec
@@ -34,7 +36,10 @@ def published(spec: TensorSpec) -> TensorSpec:
 def head(*, latent: bool) -> tuple[TensorSpec, ...]:
     attn = f"{LAYER}.attention"
     if latent:
-        attention = tuple(published(spec) for spec in blocks.mla(f"{BLOCK}.attn", attn))
+        attention = (
+            *(published(spec) for spec in blocks.mla(f"{BLOCK}.attn", attn)),
+            blocks.linear(f"{BLOCK}.attn.gate", f"{attn}.g_proj", "attn_gate", "hidden", ("attn_gate",)),
+        )
     else:
         rows = "heads*head_dim+2*kv_heads*head_dim"
         attention = (
@@ -53,6 +58,19 @@ def head(*, latent: bool) -> tuple[TensorSpec, ...]:
     return tuple(renamed(spec) for spec in specs)
 
 
+def derive(text: Mapping[str, Any]) -> dict[str, int]:
+    """Width of V3's output gate: one a head, one an element, or none."""
+    granularity, heads = text.get("gated_attention_proj_granularity_type"), text.get("num_attention_heads")
+    width = (
+        {"head_wise": 1, "element_wise": text.get("v_head_dim")}.get(granularity, 0)
+        if isinstance(granularity, str)
+        else 0
+    )
+    if isinstance(heads, int) and isinstance(width, int):
+        return {"attn_gate": heads * width}
+    return {}
+
+
 BAILING_HYBRID = Family(
     name="bailing_hybrid",
     title="Ling 2.5 / 3",
@@ -64,9 +82,8 @@ BAILING_HYBRID = Family(
     zero_embed_at_start=True,
     block="latent attention, mixture of experts with a shared expert",
     ignored=INV_FREQ,
-    confidence="partial",
-    note="V3's attention may carry an output gate that no reader of the head's keys pins.",
-    source="vllm/model_executor/models/bailing_moe_mtp.py; transformers/conversion_mapping.py",
+    derive=derive,
+    source="vllm/model_executor/models/bailing_moe_mtp.py, bailing_moe_v3.py; transformers/conversion_mapping.py",
 )
 
 BAILING_MOE_V2 = Family(

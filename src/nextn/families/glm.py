@@ -42,7 +42,7 @@ def ocr_head() -> tuple[TensorSpec, ...]:
 
 
 def pooled_head() -> tuple[TensorSpec, ...]:
-    """GLM-5.3-Flash: the indexer pools keys, with two tensors more."""
+    """GLM-5.3-Flash: the indexer pools keys, with two tensors more; the target's residual streams are left out."""
     index = f"{LAYER}.self_attn.indexer"
     pooled = ("index_heads", "index_pool")
     return (
@@ -53,7 +53,6 @@ def pooled_head() -> tuple[TensorSpec, ...]:
             "index_pool",
             "index_dim",
             when=pooled,
-            optional=True,
         ),
         blocks.tensor(
             f"{BLOCK}.attn.index.pool_gate",
@@ -61,7 +60,6 @@ def pooled_head() -> tuple[TensorSpec, ...]:
             "index_dim",
             "hidden",
             when=pooled,
-            optional=True,
         ),
     )
 
@@ -126,9 +124,7 @@ GLM5_NEXT = Family(
     block="latent attention with a pooling indexer, mixture of experts with a shared expert",
     ships_copies=True,
     ignored=VISION,
-    confidence="partial",
-    note="Whether the head's indexer carries the two key-pooling tensors is not pinned by a published listing.",
-    source="sglang/srt/models/glm5_next_nextn.py; transformers/models/glm5_next",
+    source="vllm/models/glm5next/common/mtp.py; sglang/srt/layers/attention/dsa/dsa_indexer_kpool.py",
 )
 
 GLM_OCR = Family(

@@ -75,8 +75,6 @@ HY_V4 = Family(
     zero_embed_at_start=True,
     block="gated latent attention with sinks and an indexer, mixture of experts with a shared expert",
     ignored=(*INV_FREQ, r"(model\.)?(vit|vision_tower)\..*"),
-    confidence="partial",
-    note="Checkpoints may declare 2 and hold one head (vLLM counts one less than declared, at least one); gate and "
-    "sink of the head's layer follow the target's names.",
+    note="Checkpoints may declare 2 and hold one head: vLLM counts one less than declared, at least one.",
     source="sglang/srt/models/hunyuan_v4_nextn.py; vllm/models/hy_v4/nvidia/mtp.py",
 )
