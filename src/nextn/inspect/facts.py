@@ -139,7 +139,8 @@ def gather(checkpoint: Checkpoint) -> Facts:
         declared, by = declared_layers(family, checkpoint.config)
     depth = dims.get("layers", 0)
 
-    candidates = [k for k in checkpoint.tensors if _under_head(family, depth)(k)]
+    is_head = _UnderHead(family, depth)
+    candidates = [k for k in checkpoint.tensors if is_head(k)]
     parts: dict[str, dict[str, TensorInfo]] = {}
     for key in candidates:
         module, part = split_key(key)
@@ -240,7 +241,7 @@ def _is_foreign(key: str, patterns: Iterable[re.Pattern[str]]) -> bool:
     return OTHER_DRAFTER.search(key) is not None or any(p.fullmatch(key) for p in patterns)
 
 
-class _under_head:  # noqa: N801
+class _UnderHead:
     """Predicate: does a key stand under the head's names? A cheap test, since a checkpoint may hold 100,000 keys."""
 
     def __init__(self, family: Family, depth: int) -> None:

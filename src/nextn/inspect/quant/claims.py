@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nextn.inspect.facts import Facts, HeadTensor
-from nextn.inspect.quant.scheme import Rule, Scheme, strip_prefix
+from nextn.inspect.quant.scheme import Rule, Scheme, runs, strip_prefix
 from nextn.inspect.quant.stored import WEIGHT_PARTS, form, split_key
 
 NEVER_QUANTISED = ("norm", "embed", "router", "shared_gate", ".head.", "bias", "conv", "a_log", "dt_bias")
@@ -102,13 +102,7 @@ class Claims:
     @cached_property
     def _strict_names(self) -> frozenset[str]:
         """Every run of name parts of every module: what a ``name`` entry may be."""
-        runs: set[str] = set()
-        for module in self.modules:
-            parts = module.split(".")
-            for start in range(len(parts)):
-                for stop in range(start + 1, len(parts) + 1):
-                    runs.add(".".join(parts[start:stop]))
-        return frozenset(runs)
+        return frozenset(run for module in self.modules for run in runs(module))
 
     @cached_property
     def _bare_names(self) -> dict[str, str]:

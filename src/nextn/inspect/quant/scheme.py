@@ -67,6 +67,13 @@ def strip_prefix(module: str) -> str:
         module = rest
 
 
+@lru_cache(maxsize=1 << 16)
+def runs(module: str) -> tuple[str, ...]:
+    """Every run of name parts: ``a.b.c`` -> ``a``, ``a.b``, ``a.b.c``, ``b``, ``b.c``, ``c``."""
+    parts = module.split(".")
+    return tuple(".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+
+
 @lru_cache(maxsize=4096)
 def compile_glob(pattern: str) -> re.Pattern[str] | None:
     """A shell pattern as an expression for the whole name; None where it is too long or has too many stars."""
@@ -115,17 +122,23 @@ class Scheme:
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def _names(self) -> dict[str, Rule]:
+    def _exact(self) -> dict[str, Rule]:
         return {r.pattern: r for r in self.rules if r.kind == "exact"}
 
     @cached_property
+    def _named(self) -> dict[str, Rule]:
+        return {r.pattern.strip("."): r for r in self.rules if r.kind == "name"}
+
+    @cached_property
     def _patterns(self) -> tuple[Rule, ...]:
-        return tuple(r for r in self.rules if r.kind != "exact")
+        return tuple(r for r in self.rules if r.kind not in ("exact", "name"))
 
     def matching(self, module: str) -> Iterator[Rule]:
-        """The rules that name a module, by the scheme's own definition."""
-        if module in self._names:
-            yield self._names[module]
+        """The rules that name a module, by the scheme's own definition; lists of thousands cost one look-up each."""
+        if module in self._exact:
+            yield self._exact[module]
+        if self._named:
+            yield from (self._named[run] for run in runs(module) if run in self._named)
         yield from (r for r in self._patterns if r.matches(module))
 
     def claims_quantised(self, module: str) -> bool:

@@ -92,6 +92,8 @@ def _dotted(text: str, name: str) -> bool:
 
 
 def _glob(text: str, name: str) -> bool:
+    if not any(c in text for c in "*?["):
+        return text == name
     compiled = compile_glob(text)
     return compiled is not None and compiled.match(name) is not None
 
