@@ -1,0 +1,205 @@
+"""Contexts of a training step: the target over packed documents, and the head's draft steps of all chains at once.
+
+Chain t drafts after position t. Its step k (from 1) stands at position t + k - 1, takes the embedding of token t + k,
+and predicts token t + k + 1. Where one physical layer serves all steps, step k sees the first steps of all chains of
+its document up to t, and its own chain's later steps: that is what the draft cache holds when an engine drafts, since
+each extend overwrites what earlier rounds drafted. It never sees another chain's later steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nextn.kernels import gdn
+from nextn.kernels.norm import wide
+from nextn.kernels.rope import Rope, qk_norm_rope
+from nextn.models.context import DeltaInput, QKNorm
+from nextn.train.layout import Group, Layout, blocks
+
+QUERY_BLOCK = 256
+"""Rows of a block of attention on a CPU; its keys are the document's first ones up to its end, and its own."""
+
+Keys = tuple[Tensor, Tensor]
+"""Keys and values [1, T, kv_heads, head_dim]."""
+
+
+class PackedContext:
+    """Packed documents without a past: a row sees the rows of its own document up to itself.
+
+    Args:
+        layout: the batch's documents.
+        positions: [1, T] int64.
+    """
+
+    def __init__(self, layout: Layout, positions: Tensor) -> None:
+        self.layout, self.positions = layout, positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm, rope: Rope) -> Tensor:
+        q, k = qk_norm_rope(q, k, norms.q, norms.k, norms.eps, rope)
+        return chain_attention(self.layout, q, [(k, v)])
+
+    def delta(self, layer: int, x: DeltaInput) -> Tensor:
+        """Convolution over shifted rows of the same document; the recurrence starts anew at each document."""
+        q, k, v = x.split(packed_conv(self.layout, x.mixed, x.conv))
+        g, beta = gdn.decay_and_strength(x.a, x.b, x.a_log, x.dt_bias)
+        if v.is_cuda and find_spec("fla") is not None:
+            return _delta_fused(self.layout, q, k, v, g, beta)
+        out = torch.zeros_like(v)
+        for group in self.layout.groups:
+            padded = gdn.gdn_chunk(group.take(q), group.take(k), group.take(v), group.take(g), group.take(beta), None)[
+                0
+            ]
+            out = group.put(out, padded)
+        return out
+
+
+class UnrollContext:
+    """The head's draft steps of all chains of a packed batch, one call of the head after the other.
+
+    A physical layer that is called again continues its chains (one layer for all steps); a layer's first call is
+    causal over its own rows (one layer a step).
+
+    Args:
+        layout: the batch's documents.
+        positions: [1, T] int64, of the chains' starts.
+
+    Attributes:
+        step: steps done; the caller counts it up.
+    """
+
+    def __init__(self, layout: Layout, positions: Tensor) -> None:
+        self.layout, self.starts = layout, positions
+        self.step = 0
+        self.kept: dict[int, list[Keys]] = {}
+
+    @property
+    def positions(self) -> Tensor:
+        return self.starts + self.step
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm, rope: Rope) -> Tensor:
+        q, k = qk_norm_rope(q, k, norms.q, norms.k, norms.eps, rope)
+        keys = self.kept.setdefault(layer, [])
+        keys.append((k, v))
+        return chain_attention(self.layout, q, keys)
+
+    def delta(self, layer: int, x: DeltaInput) -> Tensor:
+        raise AssertionError("an MTP head has no delta-net layers")
+
+
+def chain_attention(layout: Layout, q: Tensor, keys: list[Keys]) -> Tensor:
+    """Row t sees rows up to t of its document in the first keys, and row t alone in each of the others.
+
+    Args:
+        layout: the batch's documents.
+        q: [1, T, heads, head_dim].
+        keys: of the first step, then of the chains' later ones.
+    Returns:
+        as q; zeros at padding.
+    """
+    if q.is_cuda:
+        return _flex(layout, q, keys, _compiled_flex())
+    out = torch.zeros_like(q)
+    for group in layout.groups:
+        padded = [(group.take(k), group.take(v)) for k, v in keys]
+        out = group.put(out, _grouped(group, group.take(q), padded))
+    return out
+
+
+def _grouped(group: Group, q: Tensor, keys: list[Keys]) -> Tensor:
+    """`chain_attention` of documents [documents, length, ...], query block by query block."""
+    outs = []
+    for start, stop in blocks(q.shape[1], QUERY_BLOCK):
+        first_k, first_v = (x[:, :stop] for x in keys[0])
+        own = [(k[:, start:stop], v[:, start:stop]) for k, v in keys[1:]]
+        k = torch.cat([first_k, *(k for k, _ in own)], 1)
+        v = torch.cat([first_v, *(v for _, v in own)], 1)
+        outs.append(_masked(q[:, start:stop], k, v, block_mask(start, stop, len(own), q.device)))
+    return torch.cat(outs, 1)
+
+
+def block_mask(start: int, stop: int, own: int, device: torch.device) -> Tensor:
+    """[rows, keys] bool for query rows start..stop of a document: first keys 0..stop, then `own` times the rows'."""
+    rows = torch.arange(start, stop, device=device)
+    causal = rows[:, None] >= torch.arange(stop, device=device)
+    itself = torch.eye(stop - start, dtype=torch.bool, device=device)
+    return torch.cat([causal] + [itself] * own, 1)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of [batch, rows, heads, head_dim] over [batch, keys, kv_heads, head_dim] under a mask."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask).transpose(1, 2)
+
+
+def _flex(layout: Layout, q: Tensor, keys: list[Keys], kernel: Callable[..., Tensor]) -> Tensor:
+    """`chain_attention` through flex_attention, whose block mask skips what no row sees."""
+    k, v = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*keys, strict=True))
+    mask = layout_mask(layout, len(keys))
+    return kernel(q.transpose(1, 2), k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def layout_mask(layout: Layout, steps: int) -> Any:
+    """Block mask over the keys of `steps` calls side by side; made once a batch."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if steps not in layout.masks:
+        documents = layout.documents[0]
+        rows = documents.shape[0]
+
+        def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            row = key % rows
+            first = (key < rows) & (row <= query) & (documents[row] == documents[query])
+            return first | ((key >= rows) & (row == query))
+
+        layout.masks[steps] = create_block_mask(seen, None, None, rows, steps * rows, device=documents.device)
+    return layout.masks[steps]
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def packed_conv(layout: Layout, mixed: Tensor, weight: Tensor) -> Tensor:
+    """The delta net's causal convolution with silu, inside documents.
+
+    Args:
+        mixed: [1, T, channels].
+        weight: [channels, kernel].
+    """
+    kernel = weight.shape[1]
+    out = mixed * weight[:, -1]
+    for back in range(1, kernel):
+        same = F.pad(layout.same_document(back), (back, 0))[:, : mixed.shape[1], None]
+        shifted = F.pad(mixed, (0, 0, back, 0))[:, : mixed.shape[1]]
+        out = out + shifted.masked_fill(~same, 0) * weight[:, kernel - 1 - back]
+    return F.silu(out)
+
+
+def _delta_fused(layout: Layout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """flash-linear-attention's chunked kernel, told the boundaries."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    group = v.shape[2] // k.shape[2]
+    used = layout.used
+    q, k = (x.repeat_interleave(group, 2)[:, :used] for x in (q, k))
+    out, _ = chunk_gated_delta_rule(
+        q,
+        k,
+        v[:, :used],
+        wide(g)[:, :used],
+        beta[:, :used].to(v.dtype),
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=layout.boundaries.long(),
+    )
+    return F.pad(out, (0, 0, 0, 0, 0, v.shape[1] - used))
