@@ -26,7 +26,7 @@ from nextn.models.decoder import Decoder, Drafter
 from nextn.models.layout import head_keys, target_keys
 from nextn.models.slots import Slot, slots
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
