@@ -217,18 +217,18 @@ class Tokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self._transformers
-        given = None if tools is None else [dict(t) for t in tools]
+        given: Any = None if tools is None else [dict(t) for t in tools]
         template = tokenizer.get_chat_template(None, given)
         if GENERATION.search(template) is None:
             return []
-        _, spans = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[[dict(m) for m in messages]],
             tools=given,
             chat_template=template,
             return_assistant_tokens_mask=True,
             **{**tokenizer.special_tokens_map, **(variables or {})},
         )
-        return [(int(a), int(b)) for a, b in spans[0]]
+        return [(int(a), int(b)) for a, b in rendered[1][0]]
 
     def encode_chat(
         self,
