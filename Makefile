@@ -1,5 +1,5 @@
 # Two commands for a fresh machine: `make demo` runs the main job, `make test` runs what guards it.
-# PYTHON is any Python from 3.11; TORCH is what pip is asked for first, so that the package then takes that build:
+# PYTHON is any Python from 3.11; TORCH is what pip is asked for first, so that the package then takes that build.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
