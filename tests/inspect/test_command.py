@@ -275,3 +275,18 @@ def test_the_trunk_shard_alone_has_no_head(tmp_path: Path, capsys: pytest.Captur
     code, got = answer(capsys, str(root / TRUNK_SHARD))
     assert code == 1
     assert [f["code"] for f in got["findings"]] == ["head-missing"]
+
+
+def test_names_from_files_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = cases.report_01(False)
+    folder.config["architectures"] = ["\x1b[2JQwen3_5ForConditionalGeneration"]
+    folder.put({"mtp.\x1b]0;title\x07[red].weight": ("BF16", (4, 4))})
+    root = folder.write(tmp_path / "a folder; with spaces")
+    for options in ([], ["--tensors"]):
+        code, out, err = run(capsys, str(root), *options)
+        assert code in (0, 1)
+        assert "\x1b" not in out + err
+        assert "\x07" not in out + err
+        assert "[red].weight" in out
+    _, got = answer(capsys, str(root))
+    assert got["engines"]["vllm"]["command"].startswith(f"vllm serve '{root}' ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,4 +33,5 @@ class Case:
 
     @property
     def source(self) -> str:
-        return self.facts.checkpoint.source
+        """What the user named, quoted for a shell."""
+        return shlex.quote(self.facts.checkpoint.source)

@@ -27,6 +27,15 @@ COLOURS = {
 }
 
 
+def safe(text: str) -> str:
+    """Text from a file, made harmless for a terminal: control characters and lone surrogates become ``?``."""
+    return "".join(c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode())
+
+
+def words(text: str, style: str = "") -> Text:
+    return Text(safe(text), style)
+
+
 def headline(report: Report) -> tuple[str, str]:
     """The answer in one sentence, and its colour."""
     facts = report.facts
@@ -73,7 +82,7 @@ def show(
 ) -> None:
     """Print everything that was asked for."""
     sentence, colour = headline(report)
-    console.print(Text(sentence, style=colour))
+    console.print(words(sentence, style=colour))
     console.print()
     console.print(_facts(report, memory))
     if report.findings:
@@ -85,7 +94,7 @@ def show(
         if engine is not None and name != engine:
             continue
         line = Text()
-        line.append(f"{ENGINE[name].title} {verdict.version}".ljust(22))
+        line.append(safe(f"{ENGINE[name].title} {verdict.version}").ljust(22))
         line.append(verdict.verdict, COLOURS[verdict.verdict])
         if verdict.reasons:
             line.append(f"  {', '.join(verdict.reasons)}")
@@ -93,13 +102,13 @@ def show(
             line.append("  (from documentation)", "dim")
         console.print(line, soft_wrap=True)
         if verdict.error:
-            console.print(Text(f"    {verdict.error}", "red"))
+            console.print(words(f"    {verdict.error}", "red"))
         for note in verdict.notes:
-            console.print(Text(f"    {note}", "dim"))
+            console.print(words(f"    {note}", "dim"))
         if verdict.command and verdict.verdict in ("works", "degraded", "unknown"):
-            console.print(Text(f"    {verdict.command}"), soft_wrap=True)
+            console.print(words(f"    {verdict.command}"), soft_wrap=True)
     if report.engines and engine is None:
-        console.print(Text("Verdicts rest on reading the engines' sources, not on running them.", "dim"))
+        console.print(words("Verdicts rest on reading the engines' sources, not on running them.", "dim"))
     if tensors is not None:
         console.print()
         _tensors(console, tensors)
@@ -114,10 +123,10 @@ def _facts(report: Report, memory: Memory | None) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     names = facts.checkpoint.config.get("architectures")
-    table.add_row("source", facts.checkpoint.source)
+    table.add_row("source", safe(facts.checkpoint.source))
     table.add_row("family", f"{facts.family.name}  ({facts.family.block})" if facts.family else "unknown")
     if isinstance(names, list) and names:
-        table.add_row("architecture", ", ".join(str(n) for n in names[:3]))
+        table.add_row("architecture", safe(", ".join(str(n) for n in names[:3])))
     if facts.family is not None:
         by = f"{facts.declared} by {facts.declared_by}" if facts.declared_by else "nothing"
         table.add_row("declared layers", by)
@@ -128,11 +137,14 @@ def _facts(report: Report, memory: Memory | None) -> Table:
     if scheme is not None:
         head = {"none": "not quantised", "full": "quantised", "mixed": "partly quantised"}[report.case.claims.stored]
         table.add_row(
-            "quantisation", f"{scheme.method} {scheme.algorithm}".strip() + f" in {scheme.file}; the head is {head}"
+            "quantisation",
+            safe(f"{scheme.method} {scheme.algorithm}".strip()) + f" in {scheme.file}; the head is {head}",
         )
     remote = facts.checkpoint.remote
     if remote is not None:
-        table.add_row("read", f"{remote.bytes_read:,} bytes in {remote.requests} requests, commit {remote.commit[:12]}")
+        table.add_row(
+            "read", f"{remote.bytes_read:,} bytes in {remote.requests} requests, commit {safe(remote.commit[:12])}"
+        )
     if memory is not None and facts.head:
         parts = ", ".join(f"{part} {megabytes(n)}" for part, n in memory.parts.items())
         table.add_row("memory", parts)
@@ -148,17 +160,17 @@ def _finding(console: Console, severity: str, code: str, message: str, fix: str)
     line = Text()
     line.append(severity, COLOURS[severity])
     line.append(f" {code}: ", "bold")
-    line.append(message)
+    line.append(safe(message))
     console.print(line)
-    console.print(Text(f"    fix: {fix}"), soft_wrap=True)
+    console.print(words(f"    fix: {fix}"), soft_wrap=True)
 
 
 def _tensors(console: Console, entries: Iterable[dict[str, Any]]) -> None:
     for e in entries:
-        console.print(Text(e["key"]), soft_wrap=True)
+        console.print(words(e["key"]), soft_wrap=True)
         told = [
             e["name"] or "-",
-            "×".join(map(str, e["shape"])),
+            "x".join(map(str, e["shape"])),
             e["dtype"],
             f"{e['bytes']:,} bytes",
             e["file"],
@@ -166,21 +178,21 @@ def _tensors(console: Console, entries: Iterable[dict[str, Any]]) -> None:
         ]
         if e["claimed"]:
             told.append(f"declared {e['claimed']}" + (f" by {e['rule']}" if e["rule"] else ""))
-        console.print(Text("    " + "  ".join(told), "dim"), soft_wrap=True)
+        console.print(words("    " + "  ".join(told), "dim"), soft_wrap=True)
 
 
 def _diff(console: Console, diff: Diff) -> None:
     if diff.identical:
-        console.print(Text(f"The head is identical, byte for byte, to that of {diff.other}.", "bold yellow"))
+        console.print(words(f"The head is identical, byte for byte, to that of {diff.other}.", "bold yellow"))
         return
+    counts = f"{len(diff.equal)} equal, {len(diff.changed)} changed"
     console.print(
-        f"Against {diff.other}: {len(diff.equal)} equal, {len(diff.changed)} changed, "
-        f"{len(diff.missing)} only here, {len(diff.added)} only there."
+        words(f"Against {diff.other}: {counts}, {len(diff.missing)} only here, {len(diff.added)} only there.")
     )
     for change in diff.changed[:200]:
         by = f"relative change {change.relative:.3g}" if change.relative is not None else "cannot be compared"
-        console.print(Text(f"    {change.name}  {by}{'  ' + change.note if change.note else ''}"), soft_wrap=True)
+        console.print(words(f"    {change.name}  {by}{'  ' + change.note if change.note else ''}"), soft_wrap=True)
     for name in diff.missing[:50]:
-        console.print(Text(f"    {name}  only here"), soft_wrap=True)
+        console.print(words(f"    {name}  only here"), soft_wrap=True)
     for name in diff.added[:50]:
-        console.print(Text(f"    {name}  only there"), soft_wrap=True)
+        console.print(words(f"    {name}  only there"), soft_wrap=True)

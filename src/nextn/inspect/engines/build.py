@@ -114,16 +114,24 @@ def _unexpanded(case: Case, engine: str, version: str) -> bool:
 
 
 def kinds_of(case: Case) -> tuple[str, ...]:
-    """What config.json calls the model: architectures and model types, nested ones too; ``gguf:ARCH`` for a GGUF."""
+    """What config.json calls the model: architectures and model types, nested ones too; ``gguf:ARCH`` for a GGUF.
+
+    Where it calls it nothing, the names of the family.
+    """
     if case.facts.checkpoint.kind == "gguf":
         return (f"gguf:{architecture(case.facts.checkpoint)}",)
-    config = case.facts.checkpoint.config
+    config, family = case.facts.checkpoint.config, case.facts.family
     names = config.get("architectures")
     found = [a for a in names if isinstance(a, str)] if isinstance(names, list) else []
-    for holder in (config, config.get("text_config"), config.get("llm_config")):
-        if isinstance(holder, dict) and isinstance(holder.get("model_type"), str):
-            found.append(holder["model_type"])
-    return tuple(found)
+    types = [
+        holder["model_type"]
+        for holder in (config, config.get("text_config"), config.get("llm_config"))
+        if isinstance(holder, dict) and isinstance(holder.get("model_type"), str)
+    ]
+    if family is not None:
+        found = found or list(family.architectures)
+        types = types or list(family.model_types)
+    return (*found, *types)
 
 
 def _special_full(engine: str, scheme: Scheme, version: str) -> bool:

@@ -23,7 +23,7 @@ def draft_tokens(case: Case, support: Support) -> int:
 
 def command(case: Case, engine: str, support: Support, version: str) -> str:
     """The command, ready to paste; GGUF conversion included for llama.cpp."""
-    source, drafts = shlex.quote(case.source), draft_tokens(case, support)
+    source, drafts = case.source, draft_tokens(case, support)
     if engine == "sglang":
         flag = "radix-cache" if parse_version(version) >= (0, 5, 17) else "scheduler"
         hybrid = f" --mamba-{flag}-strategy extra_buffer" if support.hybrid else ""
@@ -39,7 +39,8 @@ def command(case: Case, engine: str, support: Support, version: str) -> str:
         settings = json.dumps({"method": "mtp", "num_speculative_tokens": drafts}, separators=(",", ":"))
         return f"vllm serve {source} --speculative-config {shlex.quote(settings)}"
     if engine == "transformers":
-        return f"AutoModelForCausalLM.from_pretrained({case.source!r}).generate(**inputs, use_mtp=True)  # batch 1"
+        named = repr(case.facts.checkpoint.source)
+        return f"AutoModelForCausalLM.from_pretrained({named}).generate(**inputs, use_mtp=True)  # batch 1"
     if engine == "llamacpp":
         run = f"--spec-type draft-mtp --spec-draft-n-max {drafts}"
         if case.facts.checkpoint.kind == "gguf":

@@ -190,14 +190,14 @@ def _missing(q: Question) -> Iterator[Effect]:
     if q.engine == "llamacpp":
         number = facts.dims.get("layers", 0)
         yield Effect(
-            "fails", code, f"error loading model: missing tensor 'blk.{number}…'; the converted file is incomplete"
+            "fails", code, f"error loading model: missing tensor 'blk.{number}...'; the converted file is incomplete"
         )
     elif q.support.missing == "error":
         yield Effect("fails", code, f"weights of the MTP layer are missing from the checkpoint ({first})")
     elif q.support.missing == "unquantised" and not q.quantised:
         name = "model." + first.removeprefix("mtp.") if first.startswith("mtp.") else first
         yield Effect(
-            "fails", code, f"ValueError: Following weights were not initialized from checkpoint: {{'{name}', …}}"
+            "fails", code, f"ValueError: Following weights were not initialized from checkpoint: {{'{name}', ...}}"
         )
     else:
         yield Effect(
@@ -255,7 +255,7 @@ def _layout(q: Question) -> Iterator[Effect]:
     if q.engine == "vllm" and parse_version(q.version) < (0, 33):
         grouped = False
     if "experts-grouped" in q.codes and grouped is False:
-        yield Effect("fails", "experts-grouped", "KeyError: '….mlp.experts.gate_up_proj'")
+        yield Effect("fails", "experts-grouped", "KeyError: '...mlp.experts.gate_up_proj'")
     if "tensors-unexpected" in q.codes and q.support.unknown == "error":
         first = q.case.facts.unexpected[0]
         yield Effect("fails", "tensors-unexpected", f"KeyError: {first!r}")

@@ -54,9 +54,9 @@ _UNDERSCORED = ("_scale_inv", "_weight_scale_inv", "_scale_2", "_scale", "_scale
 def split_key(key: str) -> tuple[str, str]:
     """(module, part) of a checkpoint key: ``mtp.fc.weight_scale_inv`` -> (``mtp.fc``, ``weight_scale_inv``).
 
-    Stacked expert tensors have no ``.weight``: ``….experts.gate_up_proj`` -> (itself, ``weight``) and
-    ``….experts.gate_up_proj_scale_inv`` -> (``….experts.gate_up_proj``, ``scale_inv``). A key that ends in none of
-    the known parts, such as ``….dt_bias``, is its own module with the part "".
+    Stacked expert tensors have no ``.weight``: ``...experts.gate_up_proj`` -> (itself, ``weight``) and
+    ``...experts.gate_up_proj_scale_inv`` -> (``...experts.gate_up_proj``, ``scale_inv``). A key that ends in none of
+    the known parts, such as ``...dt_bias``, is its own module with the part "".
     """
     module, _, part = key.rpartition(".")
     if part in WEIGHT_PARTS or part in SCALE_PARTS or part in CACHE_PARTS or part == "bias":

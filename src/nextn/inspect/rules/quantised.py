@@ -61,7 +61,7 @@ def exemption(case: Case, modules: list[str]) -> str:
     return (
         '"modules_to_not_convert": ['
         + ", ".join(f'"{m}"' for m in modules[:4])
-        + ("]" if len(modules) <= 4 else ", …]")
+        + ("]" if len(modules) <= 4 else ", ...]")
     )
 
 
