@@ -1,9 +1,9 @@
 """Storage that a decode keeps: target keys and values, draft keys and values, recurrent snapshots. Fixed once made.
 
 Target and draft have separate pools under one map from positions to slots. Delta-net layers keep, for each
-sequence, the state after each row of the last forward, and a window of the convolution's inputs; which of them the
-next forward starts from is an index (`committed`: rows of the last forward that were kept), so that accepting some
-draft tokens copies nothing.
+sequence, the state after each row of the last forward, and the convolution's inputs in a ring by position. Which
+state the next forward starts from is an index (`committed`: rows of the last forward that were kept), so that
+accepting some draft tokens copies nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cache:
         k, v: [full layers, pages, page_size, kv_heads, head_dim] of the target.
         draft_k, draft_v: the same with the head's layers first.
         states: [linear layers, sequences, rows, v_heads, k_dim, v_dim].
-        conv: [linear layers, sequences, kernel - 1 + rows, channels].
+        conv: [linear layers, sequences, kernel - 1 + rows, channels]; position p lies in column p % columns.
     """
 
     def __init__(
@@ -54,9 +54,8 @@ class Cache:
         channels = 2 * c.gdn_k_heads * c.gdn_k_dim + c.gdn_v_heads * c.gdn_v_dim
         shape = (c.linear_layers, sequences, rows, c.gdn_v_heads, c.gdn_k_dim, c.gdn_v_dim)
         self.states = torch.zeros(shape, dtype=high, device=device)
-        self.conv = torch.zeros(
-            c.linear_layers, sequences, self.kernel - 1 + rows, channels, dtype=dtype, device=device
-        )
+        self.columns = self.kernel - 1 + rows
+        self.conv = torch.zeros(c.linear_layers, sequences, self.columns, channels, dtype=dtype, device=device)
         self.free_pages = list(range(pages - 1, -1, -1))
         self.free_slots = list(range(sequences - 1, -1, -1))
 
@@ -77,8 +76,7 @@ class Cache:
             )
         pages = [self.free_pages.pop() for _ in range(count)]
         slot = self.free_slots.pop()
-        self.states[:, slot].zero_()
-        self.conv[:, slot].zero_()
+        self.states[:, slot, 0].zero_()
         return pages, slot
 
     def give_back(self, pages: list[int], slot: int) -> None:

@@ -50,11 +50,19 @@ class Rows:
         return self.slots * self.cache.rows + self.committed - 1
 
     @cached_property
-    def start_columns(self) -> Tensor:
-        """Flat indices [batch * (kernel - 1)] of the convolution inputs before the first row."""
-        width = self.cache.kernel - 1 + self.cache.rows
-        first = self.slots * width + self.committed
-        return (first[:, None] + torch.arange(self.cache.kernel - 1, device=first.device)).view(-1)
+    def past_columns(self) -> tuple[Tensor, Tensor]:
+        """The convolution's inputs before the first row: flat ring columns [batch * (kernel - 1)], and whether each
+        lies before the sequence [batch, kernel - 1, 1], where inputs are 0."""
+        positions = self.positions[:, :1] + torch.arange(1 - self.cache.kernel, 0, device=self.positions.device)
+        return self._columns(positions), (positions < 0)[..., None]
+
+    @cached_property
+    def row_columns(self) -> Tensor:
+        """Flat ring columns of the rows themselves, the last ones where there are more rows than columns."""
+        return self._columns(self.positions[:, -self.cache.columns :])
+
+    def _columns(self, positions: Tensor) -> Tensor:
+        return (self.slots[:, None] * self.cache.columns + positions % self.cache.columns).view(-1)
 
 
 class TargetContext:
@@ -69,23 +77,22 @@ class TargetContext:
         return _attend(self.rows, cache.k[layer], cache.v[layer], q, k, v, norms, rope)
 
     def delta(self, layer: int, x: DeltaInput) -> Tensor:
-        """Starts from the snapshot and window that `committed` selects; leaves a snapshot after each row."""
-        cache, slots = self.rows.cache, self.rows.slots
+        """Starts from the snapshot that `committed` selects; leaves one after each row (a prefill: after the last)."""
+        where, cache = self.rows, self.rows.cache
         batch, rows, channels = x.mixed.shape
-        conv, states = cache.conv[layer], cache.states[layer]
-        before = conv.view(-1, channels).index_select(0, self.rows.start_columns).view(batch, -1, channels)
-        window = torch.cat((before, x.mixed), 1)
-        q, k, v = x.split(gdn.causal_conv(window, x.conv))
+        ring, states = cache.conv[layer].view(-1, channels), cache.states[layer]
+        columns, before_start = where.past_columns
+        past = ring.index_select(0, columns).view(batch, -1, channels).masked_fill(before_start, 0)
+        q, k, v = x.split(gdn.causal_conv(torch.cat((past, x.mixed), 1), x.conv))
+        ring.index_copy_(0, where.row_columns, x.mixed[:, -cache.columns :].reshape(-1, channels))
         g, beta = gdn.decay_and_strength(x.a, x.b, x.a_log, x.dt_bias)
-        state = states.view(-1, *states.shape[2:]).index_select(0, self.rows.start_state)
-        if self.rows.prefill:
+        state = states.view(-1, *states.shape[2:]).index_select(0, where.start_state)
+        if where.prefill:
             out, last = gdn.gdn_chunk(q, k, v, g, beta, state)
-            states[slots, 0] = last
-            conv[slots, 1 : cache.kernel] = window[:, window.shape[1] - cache.kernel + 1 :]
+            states[where.slots, 0] = last
         else:
             out, after = gdn.gdn_step(q, k, v, g, beta, state)
-            states[slots, :rows] = after
-            conv[slots, : cache.kernel - 1 + rows] = window
+            states[where.slots, :rows] = after
         return out
 
 
