@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from nextn.errors import NextnError
 from nextn.models.decoder import Decoder
 from recipes.tiny.unroll import TrunkContext, unroll
 
@@ -68,7 +69,9 @@ def evaluate(
         steps: draft steps K.
         limit: windows at most.
     """
-    count = min((len(stream) - 1) // window, limit)
+    count = min(len(stream) // window, limit)
+    if count < 1:
+        raise NextnError(f"The held-out text has {len(stream)} tokens.", f"Evaluation needs {window} at least.")
     rows = torch.from_numpy(stream[: count * window].astype(np.int64)).view(count, window)
     loss, right, tokens, chains = 0.0, 0, 0, 0
     agreed, joint = [0] * steps, [0] * steps

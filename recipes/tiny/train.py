@@ -142,7 +142,7 @@ def train(
         if step % settings.evaluate_every == 0:
             model.eval()
             figures = evaluate(
-                model, held_out, window=512, batch=32, steps=settings.draft_steps, device=device, limit=128
+                model, held_out, window=settings.window, batch=32, steps=settings.draft_steps, device=device, limit=128
             )
             model.train()
             history[-1] |= {"held_out": figures.loss, "accept_length": figures.accept_length}
