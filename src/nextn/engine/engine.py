@@ -19,6 +19,7 @@ from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
 from nextn.engine.prefill import prefill
 from nextn.engine.round import RoundResult, decode_round
+from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingParams, SamplingState, token_logprobs
 from nextn.engine.stream import TextStream
 from nextn.errors import NextnError
@@ -167,6 +168,7 @@ class Engine:
         if chunk < 1 or page_size < 1:
             raise NextnError("chunk and page_size must be at least 1.", "Give positive whole numbers.")
         self.target, self.draft, self.k = target, drafter, draft_tokens
+        self.runner = PlainRunner(target, drafter)
         self.chunk, self.page_size = chunk, page_size
         self.stats = EngineStats()
 
@@ -222,8 +224,7 @@ class Engine:
             for s in group:
                 s.pages, s.slot = cache.take(self._room(s))
             batch, first = prefill(
-                self.target,
-                self.draft,
+                self.runner,
                 cache,
                 [s.request.prompt for s in group],
                 [s.pages for s in group],
@@ -247,7 +248,7 @@ class Engine:
     def _round(self, cache: Cache, running: Sequence[Running], batch: Batch) -> list[tuple[Running, Update]]:
         started = time.perf_counter()
         batch.bound = max(len(s.request.prompt) + len(s.tokens) for s in running)
-        result = decode_round(self.target, self.draft, cache, batch)
+        result = decode_round(self.runner, cache, batch)
         news = []
         read, drafts = self._read(running, result), result.drafts.tolist()
         for s, (accepted, tokens, logprobs), proposed in zip(running, read, drafts, strict=True):

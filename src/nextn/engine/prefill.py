@@ -13,15 +13,14 @@ from torch import Tensor
 
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
-from nextn.engine.contexts import DraftContext, Rows, TargetContext
+from nextn.engine.contexts import Rows
 from nextn.engine.round import RoundResult, draft_tokens
+from nextn.engine.runner import Runner
 from nextn.engine.sampling import DRAW, SamplingState, adjust, process, sample, uniforms
-from nextn.models.decoder import Decoder, Drafter
 
 
 def prefill(
-    target: Decoder,
-    draft: Drafter,
+    runner: Runner,
     cache: Cache,
     prompts: Sequence[Sequence[int]],
     pages: Sequence[list[int]],
@@ -55,12 +54,12 @@ def prefill(
         stop = min(start + chunk, total)
         positions = torch.arange(start, stop, device=device).expand(size, -1)
         where = Rows(cache, table, positions, stop, slot, ones, prefill=True)
-        post, pre = target(ids[:, start:stop], TargetContext(where))
+        post, pre = runner.target_rows(ids[:, start:stop], where)
         if k and stop < total:
-            draft.head_forward(ids[:, start + 1 : stop + 1], target.head_hidden(post, pre), DraftContext(where))
+            runner.head_rows(ids[:, start + 1 : stop + 1], runner.target.head_hidden(post, pre), where)
         if progress is not None:
             progress(stop * size)
-    logits = target.logits(post[:, -1:])
+    logits = runner.logits(post[:, -1:])
     token = _first_token(logits, sampling, ones * total)
     sampling.commit(token, ones)
     batch = Batch(
@@ -76,9 +75,9 @@ def prefill(
     )
     if k:
         following = torch.cat((ids[:, start + 1 :], token), 1)
-        out, recycled = draft.head_forward(following, target.head_hidden(post, pre), DraftContext(where))
+        out, recycled = runner.head_rows(following, runner.target.head_hidden(post, pre), where)
         batch.drafts, batch.draft_probs = draft_tokens(
-            draft, cache, batch, out[:, -1:], recycled[:, -1:], k, bound=total + k
+            runner, cache, batch, out[:, -1:], recycled[:, -1:], k, bound=total + k
         )
     return batch, RoundResult(token, ones * 0, token.new_empty((size, 0)), logits, logits.amax((-1, -2)).isnan())
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
-from nextn.engine.contexts import DraftContext, Rows, TargetContext
+from nextn.engine.contexts import Rows
+from nextn.engine.runner import Runner
 from nextn.engine.sampling import (
     DRAFT,
     SamplingState,
@@ -28,7 +29,6 @@ from nextn.engine.sampling import (
     sample,
     uniforms,
 )
-from nextn.models.decoder import Decoder, Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,11 @@ class RoundResult:
     broken: Tensor
 
 
-def decode_round(target: Decoder, draft: Drafter, cache: Cache, batch: Batch) -> RoundResult:
+def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     """Run a round and move the batch on, in place.
 
     Args:
-        target: the model.
-        draft: whose head, embedding and output head draft: the target itself, or a separately loaded draft model.
+        runner: executes the forwards of the target and of whatever drafts.
         cache: the pools.
         batch: sequences of K draft tokens each; K = 0 is plain decoding.
     """
@@ -63,9 +62,9 @@ def decode_round(target: Decoder, draft: Drafter, cache: Cache, batch: Batch) ->
     rows = torch.cat((batch.bonus[:, None], batch.drafts), 1)
     positions = batch.lengths[:, None] + torch.arange(k + 1, device=rows.device)
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
-    post, pre = target(rows, TargetContext(where))
-    logits = target.logits(post)
-    tokens, accepted = _accept(logits, batch, positions)
+    post, pre = runner.target_rows(rows, where)
+    logits = runner.logits(post)
+    tokens, accepted = _accept(runner, logits, batch, positions)
     result = RoundResult(tokens, accepted, batch.drafts, logits, logits.amax((-1, -2)).isnan())
     kept = accepted + 1
     batch.sampling.commit(tokens, kept)
@@ -73,16 +72,15 @@ def decode_round(target: Decoder, draft: Drafter, cache: Cache, batch: Batch) ->
     batch.committed = kept
     batch.bonus = tokens.gather(1, accepted[:, None])[:, 0]
     if k:
-        hidden = target.head_hidden(post, pre)
-        out, recycled = draft.head_forward(tokens, hidden, DraftContext(where))
+        out, recycled = runner.head_rows(tokens, runner.target.head_hidden(post, pre), where)
         batch.drafts, batch.draft_probs = draft_tokens(
-            draft, cache, batch, _row(out, accepted), _row(recycled, accepted), k, bound=batch.bound + 2 * k + 1
+            runner, cache, batch, _row(out, accepted), _row(recycled, accepted), k, bound=batch.bound + 2 * k + 1
         )
     return result
 
 
 def draft_tokens(
-    draft: Drafter, cache: Cache, batch: Batch, out: Tensor, recycled: Tensor, k: int, *, bound: int
+    runner: Runner, cache: Cache, batch: Batch, out: Tensor, recycled: Tensor, k: int, *, bound: int
 ) -> tuple[Tensor, Tensor | None]:
     """d1..dK from the extend's row and K - 1 single-row steps; writes only the draft pool.
 
@@ -99,26 +97,28 @@ def draft_tokens(
         if step:
             positions = (batch.lengths + step - 1)[:, None]
             where = Rows(cache, batch.table, positions, bound, batch.slots, batch.committed)
-            out, recycled = draft.head_forward(drafts[:, -1:], recycled, DraftContext(where), step)
-        token, law = _draft(draft.logits(out), batch.sampling, drafts, batch.lengths + step + 1)
+            out, recycled = runner.head_rows(drafts[:, -1:], recycled, where, step)
+        token, law = _draft(runner, runner.draft_logits(out), batch.sampling, drafts, batch.lengths + step + 1)
         drafts = torch.cat((drafts, token), 1)
         if law is not None:
             probs.append(law)
     return drafts, torch.cat(probs, 1) if probs else None
 
 
-def _accept(logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     state = batch.sampling
     if state.plan.all_greedy:
-        return accept_greedy(adjust(logits, state, batch.drafts).argmax(-1), batch.drafts)
+        return accept_greedy(runner.best(adjust(logits, state, batch.drafts)), batch.drafts)
     probs = process(logits, state, batch.drafts)
     return accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
 
 
-def _draft(logits: Tensor, state: SamplingState, drafts: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
+def _draft(
+    runner: Runner, logits: Tensor, state: SamplingState, drafts: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """One draft token a sequence from head logits [batch, 1, vocab], processed as the target's row will be."""
     if state.plan.all_greedy:
-        return adjust(logits, state, drafts, drafts.shape[1]).argmax(-1), None
+        return runner.best(adjust(logits, state, drafts, drafts.shape[1])), None
     law = process(logits, state, drafts, drafts.shape[1])
     return sample(law, uniforms(state.seed, position)[:, None, DRAFT]), law
 

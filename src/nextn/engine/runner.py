@@ -1,0 +1,62 @@
+"""What executes the rows of a forward: the modules themselves, or the fused kernels over the same parameters.
+
+Rounds and prefill are written against `Runner` and do not know which one they have.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from nextn.engine.contexts import DraftContext, Rows, TargetContext
+from nextn.models.decoder import Decoder, Drafter
+
+
+class Runner(Protocol):
+    """Forwards of a target and its drafter over the caches that `Rows` names."""
+
+    target: Decoder
+    draft: Drafter
+
+    def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
+        """Target hidden states of ids [batch, rows] after and before the final norm, [batch, rows, hidden]."""
+        ...
+
+    def head_rows(self, ids: Tensor, hidden: Tensor, where: Rows, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Head rows (`Drafter.head_forward`): output and recycled hidden state, [batch, rows, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's output head over [batch, rows, hidden]."""
+        ...
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The drafter's output head over [batch, rows, hidden]."""
+        ...
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Lowest id of the largest logit, [batch, rows]."""
+        ...
+
+
+class PlainRunner:
+    """Runs the modules; any device, dtype and number of rows."""
+
+    def __init__(self, target: Decoder, draft: Drafter) -> None:
+        self.target, self.draft = target, draft
+
+    def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
+        return self.target(ids, TargetContext(where))
+
+    def head_rows(self, ids: Tensor, hidden: Tensor, where: Rows, step: int = 0) -> tuple[Tensor, Tensor]:
+        return self.draft.head_forward(ids, hidden, DraftContext(where), step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        return self.draft.logits(hidden)
+
+    def best(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
