@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from nextn.checkpoint.source import open_checkpoint
 from nextn.inspect.examine import Report, examine
 from nextn.inspect.quant.read import read_scheme
+from nextn.inspect.quant.stored import split_key
 from tests.fixtures import HEAD_SHARD, TRUNK_SHARD, Folder, checkpoint, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.inspect.cases import ATTENTION, MLP, compressed, modelopt
 
@@ -417,3 +419,107 @@ def test_findings_are_ordered_by_severity_and_say_what_to_do(tmp_path: Path) -> 
     assert [f.severity for f in report.findings] == ["error", "warning", "info"]
     assert all(f.fix and f.message.endswith(".") for f in report.findings)
     json.dumps(report.as_json())
+
+
+def test_a_head_alone_runs_beside_its_base(tmp_path: Path) -> None:
+    folder = small()
+    del folder.shards[TRUNK_SHARD]
+    report = ask(folder, tmp_path)
+    assert codes(report) == {"head-alone": "info"}
+    assert report.facts.complete
+    assert f"--speculative-draft-model-path {tmp_path}" in report.engines["sglang"].command
+    assert f'"model":"{tmp_path}"' in report.engines["vllm"].command
+    assert report.engines["nextn"].command.startswith(f"nextn generate BASE --head {tmp_path}")
+    assert report.engines["transformers"].verdict == "unsupported"
+
+
+def test_another_format_of_the_same_weights_is_no_lost_shard(tmp_path: Path) -> None:
+    folder = small()
+    folder.index = {k: f for f, found in folder.shards.items() for k in found}
+    folder.put({"layers.0.attention.wq.weight": ("BF16", (8, 8))}, "consolidated.safetensors")
+    assert codes(ask(folder, tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "part"),
+    [
+        ("mtp.fc.weight", "mtp.fc", "weight"),
+        ("mtp.fc.weight_scale_inv", "mtp.fc", "weight_scale_inv"),
+        ("mtp.fc.weight.absmax", "mtp.fc", "absmax"),
+        ("mtp.fc.weight.quant_state.bitsandbytes__nf4", "mtp.fc", "quant_state"),
+        ("a.experts.gate_up_proj", "a.experts.gate_up_proj", "weight"),
+        ("a.experts.gate_up_proj_blocks", "a.experts.gate_up_proj", "blocks"),
+        ("a.experts.gate_up_proj_scales", "a.experts.gate_up_proj", "scales"),
+        ("a.experts.gate_up_proj_scale_inv", "a.experts.gate_up_proj", "scale_inv"),
+        ("a.experts.down_proj_weight_scale", "a.experts.down_proj", "scale"),
+        ("a.experts.down_proj_weight_scale_2", "a.experts.down_proj", "weight_scale_2"),
+        ("a.experts.3.down_proj.weight", "a.experts.3.down_proj", "weight"),
+        ("a.linear_attn.dt_bias", "a.linear_attn.dt_bias", ""),
+        ("a.q_proj.bias", "a.q_proj", "bias"),
+    ],
+)
+def test_keys_are_taken_apart_into_module_and_part(key: str, module: str, part: str) -> None:
+    assert split_key(key) == (module, part)
+
+
+QUANTISED_AS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Callable[[int, int], tuple[int, ...]]]]]] = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*mtp.fc": {}}},
+        {
+            "qweight": ("I32", lambda o, i: (i // 8, o)),
+            "qzeros": ("I32", lambda o, i: (i // 128, o // 8)),
+            "scales": ("F16", lambda o, i: (i // 128, o)),
+            "g_idx": ("I32", lambda o, i: (i,)),
+        },
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["mtp.fc"]},
+        {
+            "qweight": ("I32", lambda o, i: (i, o // 8)),
+            "qzeros": ("I32", lambda o, i: (i // 128, o // 8)),
+            "scales": ("F16", lambda o, i: (i // 128, o)),
+        },
+    ),
+    "nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["mtp.fc"]},
+        {
+            "weight": ("U8", lambda o, i: (o, i // 2)),
+            "weight_scale": ("F8_E4M3", lambda o, i: (o, i // 16)),
+            "weight_scale_2": ("F32", lambda o, i: ()),
+            "input_scale": ("F32", lambda o, i: ()),
+        },
+    ),
+    "compressed int4": (
+        compressed(["mtp.fc"]),
+        {
+            "weight_packed": ("I32", lambda o, i: (o, i // 8)),
+            "weight_scale": ("BF16", lambda o, i: (o, i // 128)),
+            "weight_shape": ("I64", lambda o, i: (2,)),
+        },
+    ),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["mtp.fc"]},
+        {
+            "weight": ("U8", lambda o, i: (o * i // 2, 1)),
+            "weight.absmax": ("U8", lambda o, i: (o * i // 64,)),
+            "weight.quant_map": ("F32", lambda o, i: (16,)),
+            "weight.quant_state.bitsandbytes__nf4": ("U8", lambda o, i: (80,)),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("scheme", QUANTISED_AS)
+def test_a_head_stored_in_each_scheme_is_whole(scheme: str, tmp_path: Path) -> None:
+    declared, parts = QUANTISED_AS[scheme]
+    folder = small(**declared)
+    for module in (*ATTENTION, *MLP):
+        _, (rows, columns) = folder.head.pop(f"{module}.weight")
+        folder.put({f"{module}.{part}": (dtype, shape(rows, columns)) for part, (dtype, shape) in parts.items()})
+    report = ask(folder, tmp_path)
+    assert codes(report).keys() - {"quant-listed-unfused"} == {"head-quantised"}
+    assert report.facts.complete
+    assert report.facts.found == 15
+    assert report.case.claims.stored == "mixed"
+    stored = sum(t.nbytes for k, t in open_checkpoint(tmp_path).tensors.items() if k.startswith("mtp."))
+    assert report.facts.nbytes == stored

@@ -70,6 +70,7 @@ class Facts:
         layers: head layers that have tensors of their own.
         lookalikes: keys that look like a head's, where the family is unknown.
         prefix: what stands before the head's keys in this checkpoint.
+        alone: whether the files hold the head and nothing else.
         stacked: whether the head's experts are stored as one stacked tensor; None without experts.
     """
 
@@ -89,6 +90,7 @@ class Facts:
     prefix: str
     stacked: bool | None
     unsure: tuple[str, ...] = ()
+    alone: bool = False
 
     @property
     def ships_head(self) -> bool:
@@ -210,6 +212,7 @@ def gather(checkpoint: Checkpoint) -> Facts:
         prefix,
         stacked,
         () if pinned else missing,
+        bool(head) and len(candidates) == len(checkpoint.tensors) and not checkpoint.absent_files,
     )
 
 

@@ -24,11 +24,13 @@ def draft_tokens(case: Case, support: Support) -> int:
 def command(case: Case, engine: str, support: Support, version: str) -> str:
     """The command, ready to paste; GGUF conversion included for llama.cpp."""
     source, drafts = case.source, draft_tokens(case, support)
+    alone = case.facts.alone
     if engine == "sglang":
         flag = "radix-cache" if parse_version(version) >= (0, 5, 17) else "scheduler"
         hybrid = f" --mamba-{flag}-strategy extra_buffer" if support.hybrid else ""
         return (
-            f"python -m sglang.launch_server --model-path {source} --speculative-algorithm NEXTN "
+            f"python -m sglang.launch_server --model-path {'BASE' if alone else source} "
+            f"--speculative-algorithm NEXTN {f'--speculative-draft-model-path {source} ' if alone else ''}"
             f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {drafts + 1}{hybrid}"
         )
@@ -36,8 +38,9 @@ def command(case: Case, engine: str, support: Support, version: str) -> str:
         declared = case.facts.declared or 1
         if support.drafts is None and drafts > declared > 1 and drafts % declared:
             drafts = declared
-        settings = json.dumps({"method": "mtp", "num_speculative_tokens": drafts}, separators=(",", ":"))
-        return f"vllm serve {source} --speculative-config {shlex.quote(settings)}"
+        draft = {"model": case.facts.checkpoint.source} if alone else {}
+        settings = json.dumps({"method": "mtp", **draft, "num_speculative_tokens": drafts}, separators=(",", ":"))
+        return f"vllm serve {'BASE' if alone else source} --speculative-config {shlex.quote(settings)}"
     if engine == "transformers":
         named = repr(case.facts.checkpoint.source)
         return f"AutoModelForCausalLM.from_pretrained({named}).generate(**inputs, use_mtp=True)  # batch 1"
@@ -51,4 +54,4 @@ def command(case: Case, engine: str, support: Support, version: str) -> str:
             f"printf 'speculative_config:\\n  decoding_type: MTP\\n  max_draft_len: {drafts}\\n' > mtp.yaml && "
             f"trtllm-serve {source} --extra_llm_api_options mtp.yaml"
         )
-    return f"nextn generate {source} --draft-tokens {drafts}"
+    return f"nextn generate {f'BASE --head {source}' if alone else source} --draft-tokens {drafts}"

@@ -17,7 +17,12 @@ from nextn.inspect.quant.scheme import Scheme
 Level = Literal["works", "degraded", "fails", "unsupported", "unknown"]
 WORSE = ("works", "degraded", "fails")
 
-RUNTIME_DTYPES = frozenset({"BF16", "F16", "F32"})
+NO_EXTERNAL_HEAD = {
+    "transformers": (True, "transformers takes no head from a folder of its own."),
+    "llamacpp": (True, "llama.cpp takes a head of its own as GGUF only (-md)."),
+    "tensorrt_llm": (False, "Whether TensorRT-LLM takes a head from a folder of its own was not found out."),
+}
+"""Engine -> (whether it is known to refuse, why)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,9 @@ def judge(case: Case, findings: Sequence[Finding], engine: str, version: str | N
     since = max(about.since, support.since, key=parse_version)
     if since and parse_version(at) < parse_version(since):
         return Verdict("unsupported", version=at, basis=about.basis, notes=(f"Supported since {since}.",))
+    if case.facts.alone and engine in NO_EXTERNAL_HEAD:
+        known, note = NO_EXTERNAL_HEAD[engine]
+        return Verdict("unsupported" if known else "unknown", ("head-alone",), "", at, about.basis, notes=(note,))
     question = Question(case, codes, engine, at, support)
     effects = list(_effects(question))
     worst = max((WORSE.index(e.level) for e in effects), default=0)
@@ -117,6 +125,8 @@ def judge(case: Case, findings: Sequence[Finding], engine: str, version: str | N
         code, note = unread
         found = tuple(dict.fromkeys((*reasons, *code)))
         return Verdict("unknown", found, command(case, engine, support, at), at, about.basis, notes=(note,))
+    if engine == "vllm" and support.hybrid:
+        notes.append("Prefix caching with MTP on hybrid models has open reports of wrong output; switch it off.")
     if about.read and at not in about.read:
         notes.append(f"Read from the source of {', '.join(about.read)}; {at} may differ.")
     return Verdict(
@@ -288,6 +298,8 @@ def _quantisation(q: Question) -> Iterator[Effect]:
         elif clash.kind == "foreign":
             packed = clash.modules[0].tensor.form != "fp8"
             text = f"{clash.runtime} is built in full precision, the file holds {clash.modules[0].tensor.form}"
+            if not packed and q.engine == "sglang" and "decoder" in clash.runtime:
+                text += "; SGLANG_NVFP4_CKPT_FP8_NEXTN_MOE=1 keeps FP8 experts (deep_gemm runner)"
             yield Effect("fails" if packed else "degraded", clash.code, text)
         else:
             yield _filled_wrongly(q, clash, scheme)

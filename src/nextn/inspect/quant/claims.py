@@ -11,7 +11,10 @@ from nextn.inspect.facts import Facts, HeadTensor
 from nextn.inspect.quant.scheme import Rule, Scheme, runs, strip_prefix
 from nextn.inspect.quant.stored import WEIGHT_PARTS, form, split_key
 
-NEVER_QUANTISED = ("norm", "embed", "router", "shared_gate", ".head.", "bias", "conv", "a_log", "dt_bias")
+NEVER_QUANTISED = (
+    "norm", ".embed.", "router", "shared_gate", ".head.", "bias", "conv", "a_log", "dt_bias", ".index.", "streams",
+    "out_mixer", "relative",
+)  # fmt: skip
 """Words in canonical names of tensors that no engine builds quantised."""
 
 PLAIN_FUSION = ("eh_proj", "input_proj", "mtp_linear_proj", "fc_embedding", "fc_hidden")

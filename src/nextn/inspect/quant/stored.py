@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from nextn.checkpoint.tensors import DTYPE_BITS, TensorInfo
@@ -31,11 +32,10 @@ SCALE_PARTS = frozenset(
         "scales",
         "qzeros",
         "g_idx",
-        # MXFP4 as gpt-oss writes it
-        "scales_e8m0",
         # bitsandbytes, below ``weight``
         "absmax",
         "quant_map",
+        "quant_state",
         "nested_absmax",
         "nested_quant_map",
         "SCB",
@@ -47,7 +47,8 @@ SCALE_PARTS = frozenset(
 CACHE_PARTS = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale", "output_scale", "kv_scale"})
 """Scales of activations or of the K/V cache; they say nothing about the weight."""
 
-_UNDERSCORED = ("_scale_inv", "_weight_scale_inv", "_scale_2", "_scale", "_scales", "_blocks", "_global_scale")
+_STACKED = re.compile(r"(.*?)(?:_weight)?_(scale_inv|scale_2|scale|scales|blocks|global_scale)")
+"""Stacked expert tensors carry their scales under the same name with an ending."""
 
 
 @lru_cache(maxsize=1 << 18)
@@ -63,11 +64,12 @@ def split_key(key: str) -> tuple[str, str]:
         head, _, tail = module.rpartition(".")
         return (head, part) if tail == "weight" and part in SCALE_PARTS else (module, part)
     if ".quant_state.bitsandbytes__" in key:
-        return key[: key.index(".quant_state.")].removesuffix(".weight"), "quant_map"
+        return key[: key.index(".quant_state.")].removesuffix(".weight"), "quant_state"
     if ".experts." in key:
-        for suffix in _UNDERSCORED:
-            if part.endswith(suffix):
-                return key[: -len(suffix)], suffix[1:].removeprefix("weight_")
+        stacked = _STACKED.fullmatch(key)
+        if stacked:
+            part = stacked[2]
+            return stacked[1], {"scale_2": "weight_scale_2", "global_scale": "weight_global_scale"}.get(part, part)
         return key, "weight"
     return key, ""
 

@@ -8,6 +8,10 @@ from nextn.inspect.case import Case
 from nextn.inspect.findings import Finding
 from nextn.inspect.rules.words import listing, plural
 
+OTHER_FILES = ("consolidated", "adapter_", "optimizer", "scheduler")
+"""How names of files begin that lie beside a checkpoint on purpose, outside its index: another format of the same
+weights, adapters, a trainer's state."""
+
 
 def shard_missing(case: Case) -> Iterator[Finding]:
     facts = case.facts
@@ -29,7 +33,7 @@ def shard_missing(case: Case) -> Iterator[Finding]:
 
 def shard_unindexed(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    files = set(facts.checkpoint.unindexed_files)
+    files = {f for f in facts.checkpoint.unindexed_files if not f.startswith(OTHER_FILES)}
     keys = tuple(k for k, t in facts.checkpoint.tensors.items() if t.file in files)
     if not keys:
         return
@@ -61,7 +65,10 @@ def index_stale(case: Case) -> Iterator[Finding]:
 
 def key_duplicated(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    doubled = facts.checkpoint.duplicates
+    outside = set(facts.checkpoint.unindexed_files)
+    doubled = {
+        k: read for k, f in facts.checkpoint.duplicates.items() if len(read := [n for n in f if n not in outside]) > 1
+    }
     if not doubled:
         return
     of_head = {t.weight.key for t in facts.head.values()} & set(doubled)

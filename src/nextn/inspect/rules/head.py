@@ -271,6 +271,16 @@ def embedding_duplicated(case: Case) -> Iterator[Finding]:
         )
 
 
+def head_alone(case: Case) -> Iterator[Finding]:
+    if case.facts.alone:
+        yield Finding(
+            "head-alone",
+            "info",
+            "The files hold the head and nothing else: it runs beside the model that it was taken from.",
+            f"Name it as the draft of its base, or put it back: nextn merge BASE {case.source} OUT.",
+        )
+
+
 RULES = (
     family_unknown,
     not_an_mtp_head,
@@ -286,4 +296,5 @@ RULES = (
     experts_grouped,
     embedding_duplicated,
     no_head,
+    head_alone,
 )
