@@ -8,8 +8,7 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
-"""The interpreter rounds to bf16 by cutting off, so its errors are twice a GPU's."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

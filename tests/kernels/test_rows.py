@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nextn.kernels import activation
 from nextn.kernels.row_plans import LIBRARY, RowPlan, RowPlans
 from tests.kernels.cases import DTYPES, TOLERANCE, error, poison, randn, real
 
@@ -48,6 +49,21 @@ def test_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) 
         assert error(got[:, at : at + 32768], expected) < TOLERANCE[got.dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows,n,k,plan",
+    [(1, 21, 100, FMA), (4, 40, 128, RowPlan("dot", 32, 64)), (3, 70, 72, RowPlan("swap", 64, 64)),
+     real(1, 9216, 2560, RowPlan("fma", 4, 512)), real(4, 9216, 2560, RowPlan("swap", 64, 128, stages=3, ahead=2)),
+     real(16, 12288, 4096, RowPlan("dot", 32, 128, stages=4)), real(40, 3584, 1024, LIBRARY)],
+)  # fmt: skip
+def test_gated_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, k, dtype=dtype), randn(2 * n, k, dtype=dtype, seed=1) * k**-0.5
+    got = rows_triton.row_product(x, weight, plan, gated=True)
+    product = x.double() @ weight.double().t()
+    assert got.dtype == dtype
+    assert error(got, activation.silu_mul(product)) < TOLERANCE[dtype]
+
+
 def test_each_split_is_the_product_of_its_columns() -> None:
     x, weight = randn(2, 256), randn(32, 256, seed=1)
     parts = rows_triton.row_product(x, weight, RowPlan("dot", 32, 64, splits=2, stages=1))
@@ -61,13 +77,18 @@ def test_what_a_kernel_cannot_take_is_refused() -> None:
         rows_triton.row_product(randn(2, 64), randn(8, 64), FMA)
     with pytest.raises(ValueError, match="17 rows"):
         rows_triton.row_product(randn(17, 64), randn(8, 64), DOT)
+    with pytest.raises(ValueError, match="cannot be split"):
+        rows_triton.row_product(randn(2, 64), randn(8, 64), DOT, gated=True)
     with pytest.raises(ValueError, match="contiguous"):
         rows_triton.row_product(randn(2, 64), randn(64, 32).t(), DOT)
 
 
 def test_a_table_answers_for_its_shapes_with_the_next_row_count_listed() -> None:
     four = {"kind": "dot", "block_n": 32, "block_k": 128, "splits": 4, "warps": 8, "stages": 3, "ahead": 1}
-    plans = RowPlans({"256x64": {"1": {"kind": "fma", "block_n": 4, "block_k": 64}, "4": four}})
+    one = {"kind": "fma", "block_n": 4, "block_k": 64}
+    plans = RowPlans({"256x64": {"1": one, "4": four}, "gated 128x64": {"1": one}})
+    assert plans.plan(128, 64, 1, gated=True) == RowPlan("fma", 4, 64)
+    assert plans.plan(128, 64, 1) == plans.plan(256, 64, 1, gated=True) == LIBRARY
     assert plans.plan(256, 64, 1) == RowPlan("fma", 4, 64)
     assert plans.plan(256, 64, 2) == plans.plan(256, 64, 4) == RowPlan("dot", 32, 128, 4, 8, 3, 1)
     assert plans.plan(256, 64, 5) == plans.plan(64, 256, 1) == LIBRARY

@@ -47,18 +47,19 @@ class RowPlans:
     """A table of plans.
 
     Args:
-        table: "NxK" -> {"rows": fields of a `RowPlan`}.
+        table: "NxK", or "gated NxK" for products whose halves are gated, -> {"rows": fields of a `RowPlan`}.
     """
 
     def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        self._plans: dict[tuple[int, int], list[tuple[int, RowPlan]]] = {}
-        for shape, by_rows in table.items():
-            n, k = map(int, shape.split("x"))
-            self._plans[n, k] = sorted((int(rows), RowPlan(**fields)) for rows, fields in by_rows.items())
+        self._plans = {
+            shape: sorted((int(rows), RowPlan(**fields)) for rows, fields in by_rows.items())
+            for shape, by_rows in table.items()
+        }
 
-    def plan(self, n: int, k: int, rows: int) -> RowPlan:
+    def plan(self, n: int, k: int, rows: int, *, gated: bool = False) -> RowPlan:
         """For `rows` rows times a weight [n, k]: the one listed for the fewest rows not below, or the library."""
-        return next((plan for most, plan in self._plans.get((n, k), ()) if most >= rows), LIBRARY)
+        listed = self._plans.get(f"gated {n}x{k}" if gated else f"{n}x{k}", ())
+        return next((plan for most, plan in listed if most >= rows), LIBRARY)
 
 
 @cache

@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nextn.kernels.activation_triton import silu_mul
 from nextn.kernels.row_plans import MAX_ROWS, RowPlan
+
+
+@triton.jit
+def _gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up of results rounded as if they had been stored."""
+    gate = gate.to(dtype).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -26,16 +34,22 @@ def _one_row(
     K: tl.tensor,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GATED: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """GATED: the weight has 2 N rows, and out is silu(the first N results) times the others."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     rows = n[:, None] < N
     at = w + n[:, None].to(tl.int64) * K + k[None, :]
+    up = at + N.to(tl.int64) * K
     tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    if GATED:
+        up_tile = tl.load(up, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+        up_acc = tl.zeros((BN, BK), tl.float32)
     if PDL:
         gdc_wait()
     acc = tl.zeros((BN, BK), tl.float32)
@@ -49,7 +63,14 @@ def _one_row(
             value = tl.load(x + start + k, mask=start + k < K, other=0.0)
         acc += tile.to(tl.float32) * value.to(tl.float32)[None, :]
         tile = following
-    tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
+        if GATED:
+            up_following = tl.load(up + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
+            up_acc += up_tile.to(tl.float32) * value.to(tl.float32)[None, :]
+            up_tile = up_following
+    result = tl.sum(acc, 1)
+    if GATED:
+        result = _gated(result, tl.sum(up_acc, 1), out.dtype.element_ty)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -68,13 +89,14 @@ def _few_rows(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     SWAP: tl.constexpr,
+    GATED: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :].
 
     SWAP puts the weights on the side of the tensor core's wide dimension. AHEAD tiles of weights are asked into the L2
-    cache before the wait.
+    cache before the wait. GATED as in `_one_row`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -104,6 +126,8 @@ def _few_rows(
         acc = tl.zeros((BN, M), tl.float32)
     else:
         acc = tl.zeros((M, BN), tl.float32)
+    up = base + N.to(tl.int64) * K
+    up_acc = acc
     for start in tl.range(0, chunk, BK, num_stages=STAGES):
         if EVEN:
             a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside, other=0.0)
@@ -116,6 +140,17 @@ def _few_rows(
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
         else:
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                c = tl.load(up + k[None, :] + start, mask=wanted, other=0.0, eviction_policy="evict_first")
+            else:
+                c = tl.load(up + k[None, :] + start, mask=wanted & inside, other=0.0, eviction_policy="evict_first")
+            if SWAP:
+                up_acc = tl.dot(c, a.T, up_acc, input_precision="ieee")
+            else:
+                up_acc = tl.dot(a, c.T, up_acc, input_precision="ieee")
+    if GATED:
+        acc = _gated(acc, up_acc, out.dtype.element_ty)
     if SWAP:
         to = tl.program_id(1) * rows * N + m[None, :] * N + n[:, None]
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & wanted)
@@ -124,12 +159,15 @@ def _few_rows(
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=row_inside & (n[None, :] < N))
 
 
-def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def row_product(
+    x: Tensor, weight: Tensor, plan: RowPlan, *, gated: bool = False, out: Tensor | None = None, pdl: bool = False
+) -> Tensor:
     """x @ weight.T without a bias.
 
     Args:
         x: [rows, K], 1 to 16 rows, contiguous along K.
-        weight: [N, K], contiguous.
+        weight: [N, K], contiguous; [2 N, K] where gated.
+        gated: give silu(first N columns) * (last N), as `activation.silu_mul` of the product.
         out: where to put the result; partial sums are float32 [plan.splits, rows, N].
     Returns:
         [rows, N] in x's dtype where the plan has one split, else partial sums.
@@ -138,11 +176,15 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         ValueError: rows or a layout that the plan's kernel does not take.
     """
     rows, k = x.shape
-    n = weight.shape[0]
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
     if plan.kind == "library":
+        if gated:
+            return silu_mul(F.linear(x, weight), pdl=pdl)
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
     if rows > (1 if plan.kind == "fma" else MAX_ROWS) or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"a {plan.kind} product does not take {rows} rows, or a tensor is not contiguous along K")
+    if gated and plan.splits > 1:
+        raise ValueError("a gated product cannot be split along K: the gate needs whole sums")
     if out is None:
         shape = (rows, n) if plan.splits == 1 else (plan.splits, rows, n)
         out = torch.empty(shape, dtype=x.dtype if plan.splits == 1 else torch.float32, device=x.device)
@@ -155,6 +197,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
             k,
             BN=plan.block_n,
             BK=plan.block_k,
+            GATED=gated,
             EVEN=k % plan.block_k == 0,
             PDL=pdl,
             num_warps=plan.warps,
@@ -177,6 +220,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         STAGES=plan.stages,
         AHEAD=plan.ahead if x.is_cuda else 0,
         SWAP=plan.kind == "swap",
+        GATED=gated,
         EVEN=k % step == 0,
         PDL=pdl,
         num_warps=plan.warps,
