@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nextn.assets import embedded_model
 from nextn.checkpoint.source import open_checkpoint
 from nextn.inspect.examine import Report, examine
 from nextn.inspect.quant.read import read_scheme
@@ -523,3 +524,53 @@ def test_a_head_stored_in_each_scheme_is_whole(scheme: str, tmp_path: Path) -> N
     assert report.case.claims.stored == "mixed"
     stored = sum(t.nbytes for k, t in open_checkpoint(tmp_path).tensors.items() if k.startswith("mtp."))
     assert report.facts.nbytes == stored
+
+
+NAMES = [*LINEARS, "mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.mlp.gate_up_proj", "mtp.layers.0", "mtp", "lm_head"]
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from(["", "model.", "model.language_model."]),
+        st.sampled_from(NAMES),
+        st.sampled_from(["", "*", "re:"]),
+    ),
+    max_size=8,
+)
+LISTS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "modelopt": lambda e: {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": e},
+    "compressed-tensors": compressed,
+    "fp8": lambda e: {"quant_method": "fp8", "modules_to_not_convert": e},
+    "gptq": lambda e: {
+        "quant_method": "gptq",
+        "bits": 4,
+        "dynamic": {"-:" + x.removeprefix("re:").rstrip("*"): {} for x in e},
+    },
+    "awq": lambda e: {"quant_method": "awq", "modules_to_not_convert": e},
+    "auto-round": lambda e: {"quant_method": "auto-round", "bits": 4, "extra_config": {x: {"bits": 16} for x in e}},
+    "bitsandbytes": lambda e: {"quant_method": "bitsandbytes", "llm_int8_skip_modules": e},
+    "quark": lambda e: {"quant_method": "quark", "exclude": e},
+}
+
+
+@given(scheme=st.sampled_from(sorted(LISTS)), entries=ENTRIES, old=st.booleans())
+def test_reasons_are_codes_of_findings_whatever_the_lists_say(
+    scheme: str, entries: list[tuple[str, str, str]], old: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    texts = [
+        f"re:{prefix}{name}".replace(".", "\\.") if mark == "re:" else f"{prefix}{name}{mark}"
+        for prefix, name, mark in entries
+    ]
+    folder = small(**LISTS[scheme](texts))
+    report = ask(folder, tmp_path_factory.mktemp("lists"), **({"sglang": "0.5.17"} if old else {}))
+    found = set(codes(report))
+    for name, verdict in report.engines.items():
+        assert set(verdict.reasons) <= found, name
+        assert (verdict.verdict == "fails") == bool(verdict.error), name
+    unlisted = {f.code: f.tensors for f in report.findings}.get("quant-unlisted", ())
+    assert all(key.removesuffix(".weight") not in texts for key in unlisted)
+
+
+def test_the_embedded_model_is_clean_down_to_its_values() -> None:
+    report = examine(open_checkpoint(embedded_model()), values=lambda done, total: None)
+    assert report.findings == ()
+    assert report.facts.complete
+    assert report.engines["nextn"].verdict == "works"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -102,9 +103,9 @@ def show(
             line.append("  (from documentation)", "dim")
         console.print(line, soft_wrap=True)
         if verdict.error:
-            console.print(words(f"    {verdict.error}", "red"))
+            console.print(Padding(words(verdict.error, "red"), (0, 0, 0, 4)))
         for note in verdict.notes:
-            console.print(words(f"    {note}", "dim"))
+            console.print(Padding(words(note, "dim"), (0, 0, 0, 4)))
         if verdict.command and verdict.verdict in ("works", "degraded", "unknown"):
             console.print(words(f"    {verdict.command}"), soft_wrap=True)
     if report.engines and engine is None:

@@ -10,18 +10,9 @@ from nextn.inspect.case import Case
 from nextn.inspect.engines.table import FUSED_UNEXPANDED, Support
 from nextn.inspect.engines.versions import parse_version
 from nextn.inspect.gguf import architecture
-from nextn.inspect.quant.claims import HeadModule
+from nextn.inspect.quant.claims import FUSED, HeadModule
 from nextn.inspect.quant.scheme import Scheme
 from nextn.inspect.quant.strict import Built, SplitError, exempt
-
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-"""Projection in the checkpoint -> the fused module that engines build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +51,8 @@ def clashes(case: Case, engine: str, support: Support, version: str) -> Iterator
         try:
             full = plain or exempt(engine, scheme, built, expands=expands)  # type: ignore[arg-type]
         except SplitError:
-            yield Clash("split", "quant-fused-split", modules, built.name)
+            divided = len({case.claims.quantised(m) for m in modules}) == 2
+            yield Clash("split", "quant-fused-split" if divided else "quant-runtime-name", modules, built.name)
             continue
         stored_full = tuple(m for m in modules if m.full)
         stored_quantised = tuple(m for m in modules if not m.full)
@@ -167,9 +159,4 @@ def _why(case: Case, module: HeadModule) -> str:
     if case.claims.quantised(module):
         missed = any(rule.matches_normalised(n) for rule, _ in case.claims.missed for n in module.aliases)
         return "prefix-mismatch" if missed else "quant-unlisted"
-    scheme = case.scheme
-    assert scheme is not None
-    parent, _, part = module.module.rpartition(".")
-    if part in FUSED and scheme.claims_quantised(f"{parent}.{FUSED[part]}"):
-        return "quant-listed-unfused"
-    return "quant-runtime-name"
+    return "quant-listed-unfused" if case.claims.listed_unfused(module) else "quant-runtime-name"

@@ -23,6 +23,18 @@ PLAIN_FUSION = ("eh_proj", "input_proj", "mtp_linear_proj", "fc_embedding", "fc_
 QUANTISED_FUSION_FAMILIES = ("nemotron", "bailing", "ling", "longcat", "deepseek_v4")
 """Families whose fusion matrix is built with the target's scheme all the same."""
 
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Projection in the checkpoint -> the fused module that engines build."""
+
+EXPANDED_EVERYWHERE = ("modelopt", "fp8", "fbgemm", "mxfp4")
+"""Methods for which every engine version that was read takes fused names apart, as far as entries are plain names."""
+
 _LATER_EXPERT = re.compile(r"\.experts\.[1-9]\d*\.")
 
 
@@ -77,6 +89,18 @@ class Claims:
         """Whether the declaration claims that a head module is quantised."""
         scheme = scheme or self.scheme
         return scheme is not None and all(scheme.claims_quantised(name) for name in module.aliases)
+
+    def listed_unfused(self, module: HeadModule) -> bool:
+        """Whether entries spare a projection under its own name only, so that its fused module is not spared."""
+        scheme = self.scheme
+        parent, _, part = module.module.rpartition(".")
+        if scheme is None or part not in FUSED or ".experts" in module.module or scheme.method.startswith("quark"):
+            return False
+        if scheme.method.startswith(EXPANDED_EVERYWHERE) and any(
+            r.kind == "name" for r in scheme.matching(module.module)
+        ):
+            return False
+        return not self.quantised(module) and scheme.claims_quantised(f"{parent}.{FUSED[part]}")
 
     @cached_property
     def modules(self) -> dict[str, bool]:

@@ -53,8 +53,9 @@ def quant_runtime_name(case: Case, verdicts: Mapping[str, Verdict]) -> Iterator[
         yield Finding(
             "quant-runtime-name",
             "info",
-            f"The list exempts {plural(len(modules), 'head tensor')} that {title} builds quantised all the same: it "
-            f"matches its own names, and {found[0].runtime} (for {modules[0].module}) is not among the entries.",
+            f"The list exempts {plural(len(modules), 'head tensor')} that {title} "
+            f"{'cannot build from it' if found[0].kind == 'split' else 'builds quantised all the same'}: it "
+            f"matches its own names, and {found[0].runtime} (for {modules[0].module}) is not matched by the entries.",
             f"For {title}, exempt its names too: {listing(sorted({c.runtime for c in found}))}.",
             tuple(m.tensor.weight.key for m in modules),
         )

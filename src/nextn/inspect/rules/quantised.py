@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nextn.inspect.case import Case
-from nextn.inspect.engines.build import FUSED
 from nextn.inspect.findings import Finding
+from nextn.inspect.quant.claims import FUSED
 from nextn.inspect.quant.stored import SCALE_PARTS, split_key
 from nextn.inspect.rules.words import listing, plural
-
-EXPANDED_EVERYWHERE = ("modelopt", "fp8", "awq", "gptq", "bitsandbytes", "quark")
-"""Methods for which every engine that nextn has read expands fused names by itself, or matches other than by name."""
 
 
 def quant_unlisted(case: Case) -> Iterator[Finding]:
@@ -67,15 +64,9 @@ def exemption(case: Case, modules: list[str]) -> str:
 
 def quant_listed_unfused(case: Case) -> Iterator[Finding]:
     scheme = case.scheme
-    if scheme is None or scheme.method.startswith(EXPANDED_EVERYWHERE):
+    if scheme is None:
         return
-    named: list[str] = []
-    for module in case.claims.head:
-        parent, _, part = module.module.rpartition(".")
-        if not module.full or part not in FUSED or ".experts" in module.module:
-            continue
-        if not case.claims.quantised(module) and scheme.claims_quantised(f"{parent}.{FUSED[part]}"):
-            named.append(module.module)
+    named = [m.module for m in case.claims.head if m.full and case.claims.listed_unfused(m)]
     if named:
         fused_names = sorted({f"{m.rpartition('.')[0]}.{FUSED[m.rpartition('.')[2]]}" for m in named})
         yield Finding(
