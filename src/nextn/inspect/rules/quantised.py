@@ -87,7 +87,10 @@ def quant_fused_split(case: Case) -> Iterator[Finding]:
     groups: dict[str, dict[str, bool]] = {}
     for module in case.claims.head:
         parent, _, part = module.module.rpartition(".")
-        if part in FUSED and ".experts" not in module.module:
+        if ".experts." in module.module:
+            together = module.module[: module.module.index(".experts.") + len(".experts")]
+            groups.setdefault(together, {})[module.module] = case.claims.quantised(module)
+        elif part in FUSED:
             groups.setdefault(f"{parent}.{FUSED[part]}", {})[module.module] = case.claims.quantised(module)
     for fused, parts in groups.items():
         if len(set(parts.values())) == 2:
