@@ -17,6 +17,7 @@ from nextn.errors import NextnError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("nextn.engine.demo:demo", "Run the whole story on the embedded model, offline."),
+    "eval": ("nextn.train.eval_command:eval_", "Say how many of a head's draft tokens its target accepts on a text."),
     "extract": ("nextn.surgery.command:extract", "Take a checkpoint's MTP head out as a folder of its own."),
     "generate": ("nextn.engine.command:generate", "Decode with a checkpoint's own MTP head, losslessly."),
     "inspect": ("nextn.inspect.command:inspect", "Say what MTP head a checkpoint carries and which engines run it."),

@@ -33,7 +33,7 @@ class Document:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Documents side by side, padding at the end; T tokens. All tensors are on the CPU.
+    """Documents side by side, padding at the end; T tokens. `pack` makes its tensors on the CPU.
 
     Attributes:
         ids: [1, T] int64; padding is 0.
@@ -48,6 +48,13 @@ class PackedBatch:
     documents: Tensor
     loss_mask: Tensor
     domains: tuple[str, ...] = ()
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same on another device."""
+        ids, positions, documents, mask = (
+            x.to(device) for x in (self.ids, self.positions, self.documents, self.loss_mask)
+        )
+        return PackedBatch(ids, positions, documents, mask, self.domains)
 
 
 def bins(lengths: Sequence[int], room: int) -> list[list[int]]:

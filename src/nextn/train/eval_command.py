@@ -1,0 +1,182 @@
+"""`nextn eval`: load, judge the head on text, optionally decode beside it, print a table or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nextn.errors import NextnError
+
+LOADING = "Loading"
+EPILOG = """
+Examples:\n
+\b
+  nextn eval --data held-out.jsonl
+  nextn eval ./Qwen3.5-4B --head ./new-head --data held-out.jsonl --temperature 0.7 --decode --plot acceptance.png
+  nextn eval ./Qwen3.5-4B --data held-out.jsonl --json
+"""
+
+
+def eval_(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub repository; default: the embedded model.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="JSONL file (or .jsonl.gz, or a folder of them), repeatable.")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="Judge the head in this folder instead.")] = None,
+    draft_tokens: Annotated[int, typer.Option("--draft-tokens", "-k", help="Draft length K, 1 to 8.")] = 3,
+    temperature: Annotated[float | None, typer.Option(help="Also measure at this temperature, beside greedy.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to judge, about; 0 is all.")] = 65536,
+    max_length: Annotated[int, typer.Option(help="Longest text; longer ones are cut.")] = 2048,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens a forward.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Which texts, when not all, and the engine's sampling.")] = 0,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Also decode from the texts' prompts in the engine, and count its rounds.")
+    ] = False,
+    decode_prompts: Annotated[int, typer.Option(help="Prompts to decode from.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to decode a prompt.")] = 128,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel=LOADING)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=LOADING)] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub repository.", rich_help_panel=LOADING)
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Access token for the hub.", envvar="HF_TOKEN", rich_help_panel=LOADING)
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Another cache than the hub's own.", rich_help_panel=LOADING)
+    ] = None,
+) -> None:
+    """Say how many draft tokens of a head its target accepts, by position, context length and domain."""
+    if not data:
+        raise NextnError("No text is named.", "Give --data FILE.jsonl.")
+    for name, value, least in (
+        ("--draft-tokens", draft_tokens, 1),
+        ("--tokens", tokens, 0),
+        ("--max-length", max_length, 4),
+        ("--batch-tokens", batch_tokens, max_length),
+        ("--decode-prompts", decode_prompts, 1),
+        ("--max-tokens", max_tokens, 1),
+    ):
+        if value < least:
+            raise NextnError(f"{name} is {value}.", f"Give a whole number of {least} or more.")
+    if draft_tokens > 8:
+        raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8.")
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
+
+    from nextn import api
+    from nextn.engine.progress import loading
+    from nextn.train.data import Batches, batches
+    from nextn.train.decode_eval import decode_acceptance, prompts
+    from nextn.train.documents import LineReader
+    from nextn.train.evaluate import evaluate
+    from nextn.train.packing import PackedBatch
+    from nextn.train.progress import Progress
+
+    with loading(sys.stderr) as progress:
+        loaded = api.load(
+            model,
+            head=head,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
+
+    def texts() -> Batches:
+        reader = LineReader(
+            loaded.tokenizer,
+            vocab=loaded.target.config.vocab,
+            eos_ids=loaded.defaults.eos_ids,
+            max_length=min(max_length, loaded.target.config.max_positions),
+        )
+        return batches(data, reader, batch_tokens=batch_tokens, seed=seed, epochs=1, pad=False)
+
+    given = texts()
+
+    def limited() -> Iterator[PackedBatch]:
+        seen = 0
+        for batch in given:
+            yield batch
+            seen += batch.ids.shape[1]
+            if 0 < tokens <= seen:
+                return
+
+    with Progress("judging", "tokens", tokens or None, sys.stderr) as bar:
+        judged = evaluate(loaded.target, limited(), draft_tokens=draft_tokens, temperature=temperature, progress=bar.at)
+    found: dict[str, Any] = {
+        "model": str(model or "nextn-tiny"),
+        "head": head,
+        "data": data,
+        **judged.as_json(),
+        "decode": None,
+        "decode_sampled": None,
+        "lines": given.report.as_json(),
+    }
+    if decode:
+        starts = prompts(texts(), decode_prompts)
+        for name, heat in (("decode", 0.0), ("decode_sampled", temperature)):
+            if heat is None:
+                continue
+            with Progress("decoding", "prompts", len(starts), sys.stderr) as bar:
+                found[name] = decode_acceptance(
+                    loaded,
+                    starts,
+                    draft_tokens=draft_tokens,
+                    max_tokens=max_tokens,
+                    temperature=heat,
+                    seed=seed,
+                    progress=bar.of,
+                )
+    if plot is not None:
+        from nextn.train.plot import draw
+
+        draw(found, plot)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print("\n".join(screen(found)))
+    problems = given.report.summary()[1:]
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+
+
+def screen(found: dict[str, Any]) -> list[str]:
+    """The table of an evaluation's JSON object."""
+    from nextn.train.plot import measures, span
+
+    k = found["draft_tokens"]
+    width = 34
+    lines = ["".ljust(width) + "accept length   " + "  ".join(f"d{i + 1}".rjust(6) for i in range(k)) + "    rounds"]
+
+    def row(title: str, counts: dict[str, Any]) -> str:
+        if counts["accept_length"] is None:
+            return f"{title:<{width}}no rounds"
+        shares = "  ".join(f"{100 * a:5.1f}%" for a in counts["acceptance"])
+        return f"{title:<{width}}{counts['accept_length']:13.3f}   {shares}  {counts['rounds']:8}"
+
+    for title, counts in measures(found).items():
+        lines.append(row(title, dict(counts)))
+    for bucket in found["buckets"]:
+        lines.append(row(f"  context {span(bucket)}", bucket))
+    for name, counts in found["domains"].items():
+        lines.append(row(f"  domain {name}"[: width - 1], counts))
+    own = found["own_text"]
+    lines.append(f"{found['tokens']} tokens judged, {100 * own:.1f}% of them the target's own choice.")
+    return lines
+
+
+eval_.__doc__ = (eval_.__doc__ or "") + "\n" + EPILOG

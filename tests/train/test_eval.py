@@ -1,0 +1,234 @@
+"""Acceptance on text: equal to chains drafted one by one, and to the engine's own rounds on the target's own text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextn.api import generate, load
+from nextn.cli import main
+from nextn.engine.engine import Engine
+from nextn.errors import NextnError
+from nextn.models.context import SequenceContext
+from nextn.models.decoder import Decoder
+from nextn.train.acceptance import Acceptance
+from nextn.train.evaluate import evaluate
+from nextn.train.packing import Document, pack
+from tests.engine.models import decode, decoder
+from tests.oracle.checkpoints import make_checkpoint
+
+FEW = 3
+"""Ids of a vocabulary so small that a random head is often right."""
+
+
+def target_logits(model: Decoder, ids: list[int]) -> Tensor:
+    hidden, _ = model(torch.tensor([ids]), SequenceContext(torch.arange(len(ids))[None]))
+    return model.logits(hidden[0])
+
+
+def chain_logits(model: Decoder, ids: list[int], chain: int, steps: int) -> list[Tensor]:
+    """The head's logits of steps 1..K after position `chain`, fed the text's own tokens: whole-sequence forwards."""
+    tokens = torch.tensor([ids])
+    post, pre = model(tokens[:, : chain + 1], SequenceContext(torch.arange(chain + 1)[None]))
+    hidden = model.head_hidden(post, pre)
+    out = []
+    for k in range(1, steps + 1):
+        rows = SequenceContext(torch.arange(chain + k)[None])
+        outputs, recycled = model.head_forward(tokens[:, 1 : chain + k + 1], hidden, rows)
+        out.append(model.logits(outputs[0, -1]))
+        hidden = torch.cat((hidden, recycled[:, -1:]), 1)
+    return out
+
+
+def documents(seed: int) -> list[Document]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, FEW, (n,), generator=generator).tolist() for n in (23, 14, 30, 4)]
+    answer = [False] * 6 + [True] * 9 + [False] * 5 + [True] * 10
+    masks = [[True] * 23, [False] * 5 + [True] * 9, answer, [True] * 4]
+    return [Document(i, m, d) for i, m, d in zip(ids, masks, ("code", "chat", "chat", ""), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3"])
+@torch.no_grad()
+def test_measures_equal_chains_drafted_one_by_one(kind: str) -> None:
+    model, steps, heat = decoder(kind, vocab=FEW, seed=1), 3, 0.7
+    rounds: list[tuple[int, str, list[bool], list[float]]] = []
+    own = []
+    for d in documents(0):
+        ids = list(d.ids)
+        target = target_logits(model, ids)
+        own += [int(target[i - 1].argmax()) == ids[i] for i in range(1, len(ids)) if d.loss_mask[i]]
+        for chain in range(len(ids) - steps - 1):
+            if not all(d.loss_mask[chain + 1 : chain + steps + 2]):
+                continue
+            matches, shares = [], []
+            for k, drafted in enumerate(chain_logits(model, ids, chain, steps)):
+                wanted = target[chain + k + 1]
+                matches.append(int(drafted.argmax()) == int(wanted.argmax()))
+                p, q = (wanted / heat).softmax(-1), (drafted / heat).softmax(-1)
+                shares.append(1 - float((p - q).abs().sum()) / 2)
+            rounds.append((chain + 2, d.domain, matches, shares))
+
+    def acceptance(select: list[tuple[int, str, list[bool], list[float]]]) -> list[float]:
+        return [sum(all(m[: i + 1]) for _, _, m, _ in select) / len(select) for i in range(steps)]
+
+    data = [pack(documents(0)[:3], 80), pack(documents(0)[3:])]
+    found = evaluate(model, data, draft_tokens=steps, temperature=heat, edges=(8, 16)).as_json()
+    assert 0.01 < found["acceptance"][1] < found["acceptance"][0] < 0.9
+    assert found["acceptance"] == pytest.approx(acceptance(rounds))
+    assert found["accept_length"] == pytest.approx(1 + sum(acceptance(rounds)))
+    assert found["rounds"] == len(rounds)
+    assert found["own_text"] == pytest.approx(sum(own) / len(own))
+    for low, high, bucket in zip((0, 9, 17), (8, 16, 99), found["buckets"], strict=True):
+        select = [r for r in rounds if low <= r[0] <= high]
+        assert (bucket["from"], bucket["to"]) == (low, high if high < 99 else None)
+        assert (bucket["rounds"], bucket["acceptance"]) == (len(select), pytest.approx(acceptance(select)))
+    assert set(found["domains"]) == {"code", "chat"}
+    for name, counts in found["domains"].items():
+        assert counts["acceptance"] == pytest.approx(acceptance([r for r in rounds if r[1] == name]))
+    products = torch.tensor([r[3] for r in rounds], dtype=torch.float64).cumprod(1).mean(0)
+    assert found["sampled"]["acceptance"] == pytest.approx(products.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3"])
+def test_walking_the_targets_own_text_gives_the_engines_rounds(kind: str) -> None:
+    model, steps = decoder(kind, vocab=FEW, seed=1), 2
+    prompts = [[1, 2, 0], [2], [0, 0, 1, 0, 2, 2, 1, 1]]
+    sequences = decode(Engine(model, draft_tokens=steps), prompts, max_tokens=24)
+    wanted = Acceptance(steps)
+    for prompt, s in zip(prompts, sequences, strict=True):
+        known = len(prompt) + 1
+        for r in s.rounds:
+            if known + steps <= len(prompt) + len(s.tokens):
+                wanted.add(
+                    torch.tensor([[r.accepted > i for i in range(steps)]]), torch.tensor([known]), [f"p{len(prompt)}"]
+                )
+            known += r.accepted + 1
+    texts = [
+        Document([*p, *s.tokens], [False] * len(p) + [True] * len(s.tokens), f"p{len(p)}")
+        for p, s in zip(prompts, sequences, strict=True)
+    ]
+    found = evaluate(model, [pack(texts)], draft_tokens=steps).as_json()
+    assert found["own_text"] == 1
+    assert found["simulated"] == wanted.as_json()
+    assert 0 < found["simulated"]["acceptance"][0] < 1
+
+
+@torch.no_grad()
+def test_a_reduced_vocabulary_drafts_only_its_ids() -> None:
+    model, ids = decoder("qwen3", vocab=FEW), torch.tensor([0, 2])
+    [document] = documents(0)[:1]
+    text = list(document.ids)
+    target = target_logits(model, text)
+    kept, shares = [], []
+    for chain in range(len(text) - 2):
+        [drafted] = chain_logits(model, text, chain, 1)
+        kept.append(int(ids[drafted[ids].argmax()]) == int(target[chain + 1].argmax()))
+        q = torch.zeros(FEW, dtype=torch.float64)
+        q[ids] = drafted[ids].softmax(-1)
+        shares.append(float(torch.minimum(q, target[chain + 1].softmax(-1)).sum()))
+    found = evaluate(model, [pack([document])], draft_tokens=1, temperature=1.0, draft_ids=ids)
+    assert found.accept_length == pytest.approx(1 + sum(kept) / len(kept))
+    assert found.sampled is not None
+    assert found.sampled.total.acceptance == pytest.approx([sum(shares) / len(shares)])
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder("qwen3", vocab=FEW)
+    data = [pack(documents(1))]
+    whole = evaluate(model, data, draft_tokens=3, temperature=0.5).as_json()
+    monkeypatch.setattr("nextn.train.evaluate.LOGITS_BYTES", 7 * 4 * FEW)
+    blocks = evaluate(model, data, draft_tokens=3, temperature=0.5).as_json()
+    assert blocks["sampled"].pop("accept_length") == pytest.approx(whole["sampled"].pop("accept_length"))
+    assert blocks["acceptance"] == whole["acceptance"]
+
+
+def test_texts_too_short_to_judge_are_an_error() -> None:
+    with pytest.raises(NextnError, match="4 tokens"):
+        evaluate(decoder("qwen3", vocab=FEW), [pack([Document([1] * 4, [True] * 4)])], draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3_5", seed=1, vocab_size=FEW)
+
+
+def write_lines(path: Path) -> Path:
+    lines = [
+        {"input_ids": list(d.ids), "loss_mask": [int(m) for m in d.loss_mask], "domain": d.domain} for d in documents(0)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\nnonsense\n")
+    return path
+
+
+def run(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+
+
+def test_the_command_prints_what_evaluate_and_the_engine_find(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, picture = write_lines(tmp_path / "d.jsonl"), tmp_path / "p.png"
+    run(
+        [
+            *("eval", str(checkpoint), "--data", str(data), "--dtype", "float64", "-k", "2", "--temperature", "0.8"),
+            *("--decode", "--decode-prompts", "9", "--max-tokens", "12", "--plot", str(picture), "--json"),
+        ]
+    )
+    found = json.loads(capsys.readouterr().out)
+    model = load(checkpoint, dtype="float64")
+    wanted = evaluate(model.target, [pack(documents(0))], draft_tokens=2, temperature=0.8).as_json()
+    for name in ("acceptance", "accept_length", "buckets", "domains", "tokens", "own_text"):
+        assert found[name] == wanted[name]
+    assert found["sampled"]["acceptance"] == pytest.approx(wanted["sampled"]["acceptance"])
+    assert found["lines"]["malformed"] == {"not JSON": 1}
+    rounds, accepted, tokens = 0, 0, 0
+    for d in documents(0):
+        start = list(d.ids[: d.loss_mask.index(True) or len(d.ids) // 4])
+        result = generate(model, start, draft_tokens=2, max_tokens=12, temperature=0)
+        rounds, accepted, tokens = rounds + result.rounds, accepted + result.accepted, tokens + len(result.tokens)
+    assert found["decode"]["accept_length"] == pytest.approx(1 + accepted / rounds)
+    assert (found["decode"]["tokens"], found["decode"]["prompts"]) == (tokens, 4)
+    assert found["decode_sampled"]["temperature"] == 0.8
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_lines(tmp_path / "d.jsonl")
+    run(["eval", str(checkpoint), "--data", str(data), "--decode", "--max-tokens", "6", "--temperature", "1"])
+    shown = capsys.readouterr()
+    for words in ("teacher-forced, greedy", "by rounds", "decoded, at temperature", "domain code", "context 0-128"):
+        assert words in shown.out
+    assert "1 malformed lines" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "No text is named"),
+        (["--data", "absent.jsonl"], "no data file"),
+        (["--data", "d.jsonl", "-k", "9"], "--draft-tokens is 9"),
+        (["--data", "d.jsonl", "--temperature", "0"], "--temperature is 0"),
+        (["--data", "d.jsonl", "--batch-tokens", "8"], "--batch-tokens is 8"),
+    ],
+)
+def test_bad_options_are_two_sentences(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "d.jsonl")
+    with pytest.raises(SystemExit) as error:
+        main(["eval", str(checkpoint), *words])
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err
