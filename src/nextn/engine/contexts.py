@@ -45,9 +45,19 @@ class Rows:
         return attention.slots_of(self.table, self.positions, self.cache.page_size)
 
     @cached_property
+    def first(self) -> Tensor:
+        """[batch], position of each sequence's first row."""
+        return self.positions[:, 0].contiguous()
+
+    @cached_property
+    def select(self) -> Tensor:
+        """[batch], the snapshot to start from."""
+        return self.committed - 1
+
+    @cached_property
     def start_state(self) -> Tensor:
         """Flat index [batch] of the snapshot to start from."""
-        return self.slots * self.cache.rows + self.committed - 1
+        return self.slots * self.cache.rows + self.select
 
     @cached_property
     def past_columns(self) -> tuple[Tensor, Tensor]:

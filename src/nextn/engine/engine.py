@@ -19,10 +19,11 @@ from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
 from nextn.engine.prefill import prefill
 from nextn.engine.round import RoundResult, decode_round
-from nextn.engine.runner import PlainRunner
+from nextn.engine.runner import PlainRunner, Runner
 from nextn.engine.sampling import SamplingParams, SamplingState, token_logprobs
 from nextn.engine.stream import TextStream
 from nextn.errors import NextnError
+from nextn.kernels.support import available
 from nextn.models.decoder import Decoder, Drafter
 
 MAX_DRAFT_TOKENS = 8
@@ -147,6 +148,7 @@ class Engine:
         draft_tokens: K, 0 to 8; 0 decodes without the head.
         chunk: prompt positions a prefill forward.
         page_size: positions a cache page.
+        fused: run rounds with the fused kernels; None where they can run and cover the model.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class Engine:
         draft_tokens: int = 3,
         chunk: int = 512,
         page_size: int = 64,
+        fused: bool | None = None,
     ) -> None:
         if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
             raise NextnError(
@@ -168,7 +171,9 @@ class Engine:
         if chunk < 1 or page_size < 1:
             raise NextnError("chunk and page_size must be at least 1.", "Give positive whole numbers.")
         self.target, self.draft, self.k = target, drafter, draft_tokens
-        self.runner = PlainRunner(target, drafter)
+        if fused is None:
+            fused = available(target.embed.weight.device) and target.embed.weight.dtype != torch.float64
+        self.fused = fused
         self.chunk, self.page_size = chunk, page_size
         self.stats = EngineStats()
 
@@ -189,6 +194,7 @@ class Engine:
             return
         cache = self._cache(sequences)
         self.stats.cache_bytes = cache.nbytes
+        self.runner = self._runner(cache, max(self._room(s) for s in sequences))
         running, batch, news = self._prefill(cache, sequences, progress)
         yield news
         while True:
@@ -201,6 +207,14 @@ class Engine:
             if len(alive) < len(running):
                 running, batch = [running[i] for i in alive], batch.keep(alive)
             yield self._round(cache, running, batch)
+
+    def _runner(self, cache: Cache, longest: int) -> Runner:
+        if self.fused:
+            from nextn.engine.fused import FusedRunner
+
+            if FusedRunner.supports(self.target, self.draft):
+                return FusedRunner(self.target, self.draft, cache, longest=longest)
+        return PlainRunner(self.target, self.draft)
 
     @torch.inference_mode()
     def _prefill(

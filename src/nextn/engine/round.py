@@ -64,8 +64,8 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
     post, pre = runner.target_rows(rows, where)
     logits = runner.logits(post)
-    tokens, accepted = _accept(runner, logits, batch, positions)
-    result = RoundResult(tokens, accepted, batch.drafts, logits, logits.amax((-1, -2)).isnan())
+    tokens, accepted, broken = _accept(runner, logits, batch, positions)
+    result = RoundResult(tokens, accepted, batch.drafts, logits, broken)
     kept = accepted + 1
     batch.sampling.commit(tokens, kept)
     batch.lengths = batch.lengths + kept
@@ -105,12 +105,17 @@ def draft_tokens(
     return drafts, torch.cat(probs, 1) if probs else None
 
 
-def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, accepted, broken) as in `RoundResult`."""
     state = batch.sampling
     if state.plan.all_greedy:
-        return accept_greedy(runner.best(adjust(logits, state, batch.drafts)), batch.drafts)
+        choices = runner.best(adjust(logits, state, batch.drafts))
+        # The largest of logits that hold a NaN is that NaN.
+        broken = logits.gather(-1, choices[..., None]).isnan().any((-1, -2))
+        return *accept_greedy(choices, batch.drafts), broken
     probs = process(logits, state, batch.drafts)
-    return accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
+    tokens, accepted = accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
+    return tokens, accepted, logits.amax((-1, -2)).isnan()
 
 
 def _draft(

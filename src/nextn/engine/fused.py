@@ -1,0 +1,222 @@
+"""Run the rows of a round with the fused kernels, over the same parameters as the modules.
+
+A decoder layer becomes seven or eight kernels: add and norm, input product, mixer (delta step; or q/k/v into pages,
+attention, combine), output product, add and norm, gate/up product, activation, down product. Products with few rows
+may leave partial sums, which the kernel that follows adds up. With dependent launch each kernel is started while the
+one before it finishes. Prefill, and what the kernels do not cover, runs the modules.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nextn.engine.cache import Cache
+from nextn.engine.contexts import Rows
+from nextn.engine.runner import PlainRunner
+from nextn.kernels import activation_triton, attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
+from nextn.kernels.delta import DeltaWeights
+from nextn.kernels.row_plans import RowPlans, measured_plans
+from nextn.kernels.rows_triton import row_product
+from nextn.models.blocks import MLP, Attention, GatedDeltaNet, RMSNorm
+from nextn.models.decoder import Decoder, DecoderLayer, Drafter
+from nextn.models.mtp import Fusion
+
+MAX_ROWS = 9
+"""Rows a sequence that the kernels take: the bonus token and 8 drafts."""
+KEYS_A_PART = 128
+"""Cached positions for which attention starts one more program a sequence."""
+
+
+def power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+class FusedRunner(PlainRunner):
+    """`Runner` over fused kernels.
+
+    Args:
+        target, draft: the models; dense layers only (`supports`).
+        cache: whose page size and capacity fix the launch shapes.
+        plans: how to multiply a few rows with each weight; by default what was measured on an H200.
+        dependent: start each kernel while the one before it finishes (compute capability 9.0 and above).
+        longest: most positions a sequence can have; decides how many programs share a sequence's keys.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        draft: Drafter,
+        cache: Cache,
+        *,
+        longest: int,
+        plans: RowPlans | None = None,
+        dependent: bool | None = None,
+    ) -> None:
+        super().__init__(target, draft)
+        device = cache.device
+        if dependent is None:
+            dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.cache, self.dependent = cache, dependent
+        self.plans = plans if plans is not None else measured_plans()
+        self.dtype = target.embed.weight.dtype
+        positions = torch.arange(target.config.max_positions + 4 * MAX_ROWS, device=device)[None]
+        cos, sin = target.rotary(positions, self.dtype)
+        self.cos, self.sin = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
+        self.parts = min(max(-(-longest // KEYS_A_PART), 2), 64)
+        self.deltas = {
+            layer.gdn.layer: _delta_weights(layer.gdn)
+            for layer in target.layers
+            if isinstance(layer.gdn, GatedDeltaNet)
+        }
+
+    @staticmethod
+    def supports(target: Decoder, draft: Drafter) -> bool:
+        """Whether the kernels cover a model: dense MLPs, head dims that are powers of two, biases on q, k, v only
+        where no gate shares their product."""
+        c = target.config
+        return (
+            not any(c.sparse_layers)
+            and not (draft.mtp is not None and c.head_sparse)
+            and power_of_two(c.head_dim)
+            and (not c.linear_layers or (power_of_two(c.gdn_k_dim) and power_of_two(c.gdn_v_dim)))
+            and not c.o_bias
+            and not (c.qkv_bias and c.q_gate == 2)
+            and c.family.fuse == "concat"
+        )
+
+    def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
+        if where.prefill or ids.shape[1] > MAX_ROWS:
+            return super().target_rows(ids, where)
+        x: Tensor = self.target.embed.weight[ids.reshape(-1)]
+        residual: Tensor | None = None
+        for layer in self.target.layers:
+            assert isinstance(layer, DecoderLayer)
+            x, residual = self._layer(layer, x, residual, where, self.cache.k, self.cache.v)
+        norm = self.target.norm
+        post, pre = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=self.dependent)
+        return post.view(*ids.shape, -1), pre.view(*ids.shape, -1)
+
+    def head_rows(self, ids: Tensor, hidden: Tensor, where: Rows, step: int = 0) -> tuple[Tensor, Tensor]:
+        head = self.draft.mtp
+        assert head is not None
+        if where.prefill or ids.shape[1] > MAX_ROWS or head.zero_embed_at_start:
+            return super().head_rows(ids, hidden, where, step)
+        at = 0 if head.reuse else min(step, len(head.blocks) - 1)
+        own = min(at, len(head.fusions) - 1)
+        fusion, block, norm = head.fusions[own], head.blocks[at], head.out_norms[own]
+        assert isinstance(fusion, Fusion)
+        assert isinstance(block, DecoderLayer)
+        assert isinstance(norm, RMSNorm)
+        width = hidden.shape[-1]
+        both = torch.empty(ids.numel(), 2 * width, dtype=self.dtype, device=ids.device)
+        halves = both[:, :width], both[:, width:]
+        to_embed, to_hidden = halves if fusion.embed_first else halves[::-1]
+        embedding = self.draft.embed.weight[ids.reshape(-1)]
+        for x, to, n in (
+            (embedding, to_embed, fusion.embed_norm),
+            (hidden.reshape(-1, width), to_hidden, fusion.hidden_norm),
+        ):
+            norm_triton.rms_norm(x, n.scale, n.eps, out=to, pdl=self.dependent)
+        x, residual = self._layer(
+            block, self._product(both, fusion.fuse.weight), None, where, self.cache.draft_k, self.cache.draft_v
+        )
+        out, stream = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=self.dependent)
+        recycled = out if head.recycle_post else stream
+        return out.view(*ids.shape, -1), recycled.view(*ids.shape, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden, self.target.output_weight)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden, self.draft.output_weight)
+
+    def best(self, logits: Tensor) -> Tensor:
+        ids, _ = tokens_triton.argmax(logits.view(-1, logits.shape[-1]), pdl=self.dependent)
+        return ids.view(logits.shape[:-1])
+
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        out = self._product(hidden.reshape(-1, hidden.shape[-1]), weight)
+        if out.dim() == 3:
+            out = out.sum(0).to(self.dtype)
+        return out.view(*hidden.shape[:-1], -1)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, in] times weight [out, in]: [rows, out], or partial sums [splits, rows, out]."""
+        plan = self.plans.plan(weight.shape[0], weight.shape[1], x.shape[0])
+        return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
+
+    def _layer(
+        self, layer: DecoderLayer, x: Tensor, residual: Tensor | None, where: Rows, k_pools: Tensor, v_pools: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward` on flat rows; x may be partial sums."""
+        pdl = self.dependent
+        norm = layer.input_norm
+        h, residual = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl)
+        if isinstance(layer.gdn, GatedDeltaNet):
+            mixed, out = self._delta(layer.gdn, self._product(h, layer.gdn.inputs.weight), where), layer.gdn.out
+        else:
+            assert isinstance(layer.attn, Attention)
+            attn = layer.attn
+            mixed = self._attend(
+                attn, self._product(h, attn.qkv.weight), where, k_pools[attn.layer], v_pools[attn.layer]
+            )
+            out = attn.o
+        norm = layer.post_norm
+        h, residual = norm_triton.add_rms_norm(
+            self._product(mixed, out.weight), residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl
+        )
+        assert isinstance(layer.mlp, MLP)
+        gated = activation_triton.silu_mul(self._product(h, layer.mlp.gate_up.weight), dtype=self.dtype, pdl=pdl)
+        return self._product(gated, layer.mlp.down.weight), residual
+
+    def _delta(self, net: GatedDeltaNet, x: Tensor, where: Rows) -> Tensor:
+        cache = self.cache
+        return delta_triton.delta_snapshots(
+            self.deltas[net.layer],
+            x,
+            cache.conv[net.layer],
+            cache.states[net.layer],
+            where.slots,
+            where.first,
+            where.select,
+            pdl=self.dependent,
+        )
+
+    def _attend(self, attn: Attention, x: Tensor, where: Rows, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        dim = attn.head_dim
+        q_scale = attn.q_norm.scale if attn.q_norm is not None else None
+        k_scale = attn.k_norm.scale if attn.k_norm is not None else None
+        q = rope_triton.qkv_to_pages(
+            x,
+            attn.heads,
+            q_scale,
+            k_scale,
+            attn.eps,
+            self.cos,
+            self.sin,
+            where.positions,
+            where.table,
+            k_pool,
+            v_pool,
+            q_step=2 * dim if attn.gated else None,
+            bias=attn.qkv.bias,
+            pdl=self.dependent,
+        )
+        return attention_triton.paged_attention(
+            q,
+            k_pool,
+            v_pool,
+            where.table,
+            where.positions,
+            dim**-0.5,
+            parts=self.parts,
+            gate=x[..., dim:] if attn.gated else None,
+            pdl=self.dependent,
+        )
+
+
+def _delta_weights(net: GatedDeltaNet) -> DeltaWeights:
+    return DeltaWeights(
+        net.conv, net.a_log, net.dt_bias, net.norm.scale, net.norm.eps, net.k_heads, net.k_dim, net.v_heads, net.v_dim
+    )

@@ -1,0 +1,118 @@
+"""The fused runner does what the modules do: hidden states, caches, and whole decodes."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nextn.checkpoint.source import open_checkpoint
+from nextn.engine.cache import Cache
+from nextn.engine.contexts import Rows
+from nextn.engine.engine import Engine, Request, Running
+from nextn.engine.fused import FusedRunner
+from nextn.engine.params import SamplingParams
+from nextn.engine.runner import PlainRunner
+from nextn.models.decoder import Decoder
+from nextn.models.load import load_decoder
+from tests.oracle.checkpoints import make_checkpoint
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "hidden_size": 64,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen3": {"num_hidden_layers": 2, "head_dim": 32, "hidden_size": 64},
+    "qwen2": {"num_hidden_layers": 2, "hidden_size": 64},
+}
+DEVICES = [("cpu", torch.float32), pytest.param("cuda", torch.float32, marks=pytest.mark.gpu)]
+
+
+@functools.cache
+def model(kind: str, device: str, dtype: torch.dtype) -> Decoder:
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_checkpoint(Path(folder), kind, **SHAPES[kind])
+        return load_decoder(open_checkpoint(made), dtype=dtype, device=torch.device(device))[0]
+
+
+def caches(m: Decoder, rows: int) -> tuple[Cache, Cache, torch.Tensor, torch.Tensor]:
+    """Two equal caches with random past, a page table for two sequences and their slots."""
+    device, dtype = m.embed.weight.device, m.embed.weight.dtype
+    made = [
+        Cache(m.config, pages=14, page_size=16, sequences=3, rows=rows, dtype=dtype, device=device) for _ in range(2)
+    ]
+    generator = torch.Generator(device).manual_seed(3)
+    for name in ("k", "v", "draft_k", "draft_v", "states", "conv"):
+        pool = getattr(made[0], name)
+        pool.copy_(torch.randn(pool.shape, generator=generator, device=device, dtype=pool.dtype) * 0.3)
+        getattr(made[1], name).copy_(pool)
+    table = torch.tensor([[2, 5, 7, 1], [9, 3, 11, 12]], device=device)
+    return made[0], made[1], table, torch.tensor([2, 0], device=device)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", SHAPES)
+@torch.inference_mode()
+def test_rows_and_caches(kind: str, rows: int, device: str, dtype: torch.dtype) -> None:
+    m = model(kind, device, dtype)
+    one, two, table, slots = caches(m, rows)
+    ids = torch.tensor([[5, 9, 30, 7], [1, 80, 2, 44]], device=device)[:, :rows]
+    lengths = torch.tensor([0, 21], device=device)
+    committed = torch.tensor([1, rows], device=device)
+    positions = (lengths[:, None] + torch.arange(rows, device=device)).contiguous()
+    outs = []
+    for runner, cache in ((PlainRunner(m, m), one), (FusedRunner(m, m, two, longest=64), two)):
+        where = Rows(cache, table, positions, 64, slots, committed)
+        post, pre = runner.target_rows(ids, where)
+        out, recycled = runner.head_rows(ids, post, where)
+        outs.append((post, pre, out, recycled, runner.logits(post), runner.draft_logits(out)))
+    for a, b in zip(*outs, strict=True):
+        assert relative(b, a) < 2e-5
+    for name in ("k", "v", "draft_k", "draft_v", "states", "conv"):
+        a, b = getattr(one, name), getattr(two, name)
+        assert a.numel() == 0 or relative(b, a) < 2e-5, name
+
+
+def decode(m: Decoder, k: int, prompts: list[list[int]], fused: bool) -> list[Running]:
+    engine = Engine(m, draft_tokens=k, page_size=16, fused=fused)
+    requests = [Request(p, SamplingParams(temperature=0.0, max_tokens=5)) for p in prompts]
+    sequences: dict[int, Running] = {}
+    for news in engine.rounds(requests):
+        sequences |= {s.index: s for s, _ in news}
+    return [sequences[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("kind", ["qwen3_5"])
+def test_decodes_alike(kind: str, device: str, dtype: torch.dtype) -> None:
+    m = model(kind, device, dtype)
+    prompts = [[3, 1, 4, 1, 5], [9]]
+    plain = decode(m, 3, prompts, fused=False)
+    fused = decode(m, 3, prompts, fused=True)
+    assert [s.tokens for s in fused] == [s.tokens for s in plain]
+    assert [s.rounds for s in fused] == [s.rounds for s in plain]
+
+
+def test_what_is_not_covered() -> None:
+    m = model("qwen3_5", "cpu", torch.float32)
+    assert FusedRunner.supports(m, m)
+    config = m.config
+    for change in ({"gdn_v_dim": 12}, {"sparse_layers": (True,)}, {"o_bias": True}):
+        m.config = replace(config, **change)
+        assert not FusedRunner.supports(m, m)
+    m.config = config
