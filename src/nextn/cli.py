@@ -16,12 +16,14 @@ from nextn import __version__
 from nextn.errors import NextnError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "cache": ("nextn.train.command:cache", "Keep a target's hidden states on disk, to train a head from them."),
     "demo": ("nextn.engine.demo:demo", "Run the whole story on the embedded model, offline."),
     "eval": ("nextn.train.eval_command:eval_", "Say how many of a head's draft tokens its target accepts on a text."),
     "extract": ("nextn.surgery.command:extract", "Take a checkpoint's MTP head out as a folder of its own."),
     "generate": ("nextn.engine.command:generate", "Decode with a checkpoint's own MTP head, losslessly."),
     "inspect": ("nextn.inspect.command:inspect", "Say what MTP head a checkpoint carries and which engines run it."),
     "merge": ("nextn.surgery.command:merge", "Put an MTP head into a checkpoint, quantised or not."),
+    "train": ("nextn.train.command:train", "Train an MTP head the way an engine runs it."),
     "verify": (
         "nextn.verify.command:verify",
         "Prove that a head is whole, that an engine loads it, and that it is wired right.",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nextn.models.config import DecoderConfig
 from nextn.models.decoder import Decoder
 from nextn.models.layout import head_keys, target_keys
 from nextn.models.slots import slots
@@ -30,21 +32,40 @@ def decoder_state(
         experts: ``grouped`` or ``split``.
         parts: what to include.
     """
-    places = slots(model)
-    present = {f"{prefix}embed_tokens.weight"}
-    # Keys that decide how experts are stored, as a checkpoint of that storage would show them.
+    present = {f"{prefix}embed_tokens.weight", *_probe(prefix, model.config.layers, experts)}
+    state: dict[str, Tensor] = {}
+    if "target" in parts:
+        state |= _read(model, target_keys(model.config, raw, present), dtype)
+    if "head" in parts and model.mtp is not None:
+        state |= head_state(model, model.config, raw, dtype=dtype, experts=experts)
+    return state
+
+
+def head_state(
+    holder: nn.Module, config: DecoderConfig, raw: dict[str, Any], *, dtype: torch.dtype, experts: str
+) -> dict[str, Tensor]:
+    """Checkpoint key -> tensor of the head alone, on the CPU.
+
+    Args:
+        holder: a module with the head as its `mtp`.
+        config, raw, dtype, experts: as in `decoder_state`.
+    """
+    present = _probe("mtp.", config.head_layers, experts)
+    return _read(holder, head_keys(config, raw, present), dtype)
+
+
+def _probe(prefix: str, layers: int, experts: str) -> set[str]:
+    """Keys that decide how experts are stored, as a checkpoint of that storage would show them."""
     probe = (
         ("gate_up_proj", "down_proj")
         if experts == "grouped"
         else ("0.gate_proj.weight", "0.up_proj.weight", "0.down_proj.weight")
     )
-    present |= {f"{prefix}layers.{i}.mlp.experts.{p}" for i in range(model.config.layers) for p in probe}
-    present |= {f"mtp.layers.{i}.mlp.experts.{p}" for i in range(model.config.head_layers) for p in probe}
-    names: list[tuple[str, str]] = []
-    if "target" in parts:
-        names += target_keys(model.config, raw, present)
-    if "head" in parts and model.mtp is not None:
-        names += head_keys(model.config, raw, present)
+    return {f"{prefix}layers.{i}.mlp.experts.{p}" for i in range(layers) for p in probe}
+
+
+def _read(holder: nn.Module, names: Iterable[tuple[str, str]], dtype: torch.dtype) -> dict[str, Tensor]:
+    places = slots(holder)
     state = {}
     for name, key in names:
         value = places[name].read()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from nextn.models.blocks import GatedDeltaNet, Linear, MoE, RMSNorm
-from nextn.models.decoder import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,8 @@ class Slot:
         return out
 
 
-def slots(model: Drafter) -> dict[str, Slot]:
-    """Canonical name -> slot, for every parameter of a decoder or draft model and its head.
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Canonical name -> slot, for every parameter of a decoder or draft model and its head, or of a head as `mtp`.
 
     Several names may fill one place where families store it differently (experts one by one or stacked, delta-net
     inputs fused or apart); together the names of one storage cover each parameter exactly.

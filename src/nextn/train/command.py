@@ -1,0 +1,138 @@
+"""The commands `nextn train` and `nextn cache`: read the configuration, run, say what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nextn.checkpoint.source import Checkpoint
+from nextn.errors import NextnError
+from nextn.train.config import TrainConfig, describe, load_config
+from nextn.train.documents import LineReader
+
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", help="A YAML file, and keys over it.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
+HelpConfig = Annotated[bool, typer.Option("--help-config", help="List every key with its default, and stop.")]
+TRAIN_EPILOG = """
+Examples:\n
+\b
+  nextn train data=text.jsonl output=head steps=60 unroll=2
+  nextn train recipes/qwen3_5.yaml data=own-answers.jsonl eval=held-out.jsonl loss=lk
+  torchrun --nproc-per-node 8 -m nextn.cli train recipes/qwen3_5.yaml accumulation=16
+"""
+
+
+def train(settings: Settings = None, help_config: HelpConfig = False, as_json: Json = False) -> None:
+    """Train an MTP head the way an engine runs it; the target stays as it is."""
+    if help_config:
+        print(describe())
+        return
+    config = read_settings(settings or [])
+
+    from nextn.engine.progress import loading
+    from nextn.train.processes import processes
+    from nextn.train.trainer import Trainer
+
+    with processes(config.device) as group:
+        quiet = not group.first
+        with loading(sys.stderr) as progress:
+            trainer = Trainer(config, group, make_reader, quiet=quiet, progress=None if quiet else progress)
+        facts = trainer.run()
+    if not quiet:
+        _print(facts, as_json)
+
+
+def cache(
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the cache; one that a killed run left is completed.")
+    ] = None,
+    batches: Annotated[int | None, typer.Option(help="Packed batches to cache [steps x accumulation].", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Keep the target's hidden states on disk, to train a head from them without the target (`cache=FOLDER`)."""
+    if out is None:
+        raise NextnError("No folder is named for the cache.", "Give --out FOLDER.")
+    config = read_settings(settings or [])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NextnError("`nextn cache` runs as one process.", "Start it without torchrun.")
+    if not config.data:
+        raise NextnError("No training data is named.", "Give data=FILE.jsonl.")
+    count = batches if batches is not None else config.steps * (config.accumulation or 1)
+
+    from nextn.engine.progress import loading
+    from nextn.models.load import load_decoder
+    from nextn.train.hidden_cache import write_cache
+    from nextn.train.processes import processes
+    from nextn.train.progress import Progress
+    from nextn.train.source import DataSource
+    from nextn.train.start import open_target, target_dtype
+
+    with processes(config.device) as group:
+        checkpoint = open_target(config)
+        dtype = target_dtype(config, checkpoint, group.device)
+        with loading(sys.stderr) as progress:
+            model, _ = load_decoder(checkpoint, dtype=dtype, device=group.device, mtp=False, progress=progress)
+        source = DataSource(config, make_reader(config, checkpoint), group)
+        with Progress("caching", "batches", count, sys.stderr) as bar:
+            facts = write_cache(model, source, config, out, count, progress=bar.at)
+    stored = sum((out / shard["file"]).stat().st_size for shard in facts["shards"])
+    if as_json:
+        print(json.dumps({"out": str(out), "batches": facts["batches"], "bytes": stored, "data": facts.get("report")}))
+    else:
+        print(f"{out}: {facts['batches']} batches, {stored / 1e9:.2f} GB")
+
+
+def read_settings(words: list[str]) -> TrainConfig:
+    """A YAML file, if the first word is one, and ``key=value`` words."""
+    if words and "=" not in words[0]:
+        return load_config(Path(words[0]), words[1:])
+    return load_config(None, words)
+
+
+def make_reader(config: TrainConfig, checkpoint: Checkpoint) -> LineReader:
+    """Reads data lines for a target, with its tokenizer and end ids."""
+    from nextn.engine.defaults import read_defaults
+    from nextn.engine.text import load_tokenizer
+    from nextn.models.config import decoder_config
+
+    assert checkpoint.root is not None
+    tokenizer = load_tokenizer(checkpoint.root)
+    defaults = read_defaults(
+        checkpoint.config, checkpoint.json("generation_config.json"), tokenizer.eos_ids if tokenizer else ()
+    )
+    target = decoder_config(checkpoint.config)
+    return LineReader(
+        tokenizer,
+        vocab=target.vocab,
+        eos_ids=defaults.eos_ids,
+        max_length=min(config.max_length, target.max_positions),
+    )
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
+        return
+    rate = facts["tokens"] / facts["seconds"] if facts["seconds"] else 0.0
+    print(f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.1f} s ({rate:,.0f} tokens/s)")
+    data = facts["data"]
+    bad = sum(data.get("malformed", {}).values())
+    if bad:
+        print(f"data: {data['lines']} lines, {bad} malformed and not used, e.g. {data['examples'][0]}")
+    for name in ("before", "after"):
+        if facts[name] is not None:
+            figures = facts[name]
+            shown = " ".join(f"{a:.3f}" for a in figures["acceptance"])
+            print(f"accept length {name}: {figures['accept_length']:.3f} ({shown})")
+    print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
+
+
+train.__doc__ = (train.__doc__ or "") + "\n" + TRAIN_EPILOG

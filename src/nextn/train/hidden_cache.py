@@ -1,0 +1,174 @@
+"""Hidden states of the target, kept on disk: `nextn cache` writes them, training reads them instead of a target pass.
+
+A cache is a folder of safetensors shards and ``cache.json``, which is written after each shard, so that a killed run
+goes on with the next shard. Batch n holds ``n.ids``, ``n.positions``, ``n.documents``, ``n.loss_mask``, ``n.given``
+and, where the head is given another hidden state than the output head, ``n.teacher``; all [1, T(, hidden)].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nextn.checkpoint.jsonfile import read_json
+from nextn.errors import NextnError
+from nextn.models.decoder import Decoder, Drafter
+from nextn.train.config import TrainConfig
+from nextn.train.export import write_json
+from nextn.train.layout import Layout
+from nextn.train.packing import PackedBatch
+from nextn.train.processes import Processes
+from nextn.train.source import Source
+from nextn.train.step import Item
+from nextn.train.unroll import TargetStates, target_states
+
+FACTS = "cache.json"
+SHARD_BYTES = 1 << 30
+PLACES = ("ids", "positions", "documents", "loss_mask")
+SETTINGS = ("data", "batch_tokens", "max_length", "seed")
+
+
+def fingerprint(model: Drafter) -> str:
+    """Tells targets apart: a hash of the output head's first rows, of the geometry and of the dtype."""
+    weight = model.output_weight
+    rows = weight[:64].detach().to("cpu", torch.float32).numpy().tobytes()
+    shape = f"{tuple(weight.shape)} {weight.dtype} {model.config.layers} {model.config.family.name}"
+    return hashlib.sha256(rows + shape.encode()).hexdigest()[:32]
+
+
+def write_cache(
+    model: Decoder,
+    source: Source,
+    config: TrainConfig,
+    out: Path,
+    count: int,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Cache the hidden states of a run's first `count` packed batches, in their order.
+
+    Args:
+        source: of one process.
+        progress: called with the batches done.
+    Returns:
+        what ``cache.json`` holds.
+    Raises:
+        NextnError: `out` holds a cache of other data, of another model or with other settings.
+    """
+    wanted = {"model": fingerprint(model), **{name: getattr(config, name) for name in SETTINGS}}
+    facts: dict[str, Any] = {**wanted, "batches": 0, "shards": [], "state": source.state_dict()}
+    if (out / FACTS).is_file():
+        facts = read_json(out / FACTS)
+        _require_same(facts, wanted, out)
+        source.load_state_dict(facts["state"])
+    out.mkdir(parents=True, exist_ok=True)
+    device = model.embed.weight.device
+    held: dict[str, Tensor] = {}
+    first = facts["batches"]
+    for number in range(first, count):
+        batch, _ = source.take()
+        placed = batch.to(device)
+        states = target_states(model, placed, Layout(placed.documents))
+        held |= {f"{number}.{name}": getattr(batch, name) for name in PLACES}
+        held[f"{number}.given"] = states.given.cpu()
+        if states.teacher is not states.given:
+            held[f"{number}.teacher"] = states.teacher.cpu()
+        if progress is not None:
+            progress(number + 1)
+        if number + 1 == count or sum(t.nbytes for t in held.values()) >= shard_bytes:
+            name = f"states-{len(facts['shards']):05d}.safetensors"
+            save_file(held, out / f".{name}")
+            os.replace(out / f".{name}", out / name)
+            facts["shards"].append({"file": name, "first": first, "batches": number + 1 - first})
+            facts |= {"batches": number + 1, "state": source.state_dict(), "report": source.report()}
+            write_json(out / FACTS, facts)
+            held, first = {}, number + 1
+    return facts
+
+
+class CachedSource:
+    """A cache's batches in order, over and over, shared among processes as data files are.
+
+    Args:
+        folder: written by `write_cache`.
+        model: the target that training runs with.
+        processes: of the run.
+    Raises:
+        NextnError: no cache, an empty one, or one of another target.
+    """
+
+    def __init__(self, folder: Path, model: Drafter, processes: Processes) -> None:
+        self.folder, self.processes = folder, processes
+        if not (folder / FACTS).is_file():
+            raise NextnError(f"{folder} holds no cache.", "Write one with `nextn cache`.")
+        self.facts: dict[str, Any] = read_json(folder / FACTS)
+        if self.facts.get("model") != fingerprint(model):
+            raise NextnError(
+                f"The cache {folder} was written with another target, or in another dtype.",
+                "Use that target and target_dtype, or write a cache anew.",
+            )
+        if not self.facts.get("batches"):
+            raise NextnError(f"The cache {folder} is empty.", "Write it with `nextn cache`.")
+        self.next = 0
+
+    def take(self) -> Item:
+        number = self.next + self.processes.rank
+        self.next += self.processes.world
+        return self._read(number % int(self.facts["batches"]))
+
+    def once(self) -> Iterator[PackedBatch]:
+        for number in range(int(self.facts["batches"])):
+            yield self._read(number, states=False)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.next, "cache": self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("cache") != self.identity:
+            raise NextnError("The run was begun with another cache.", "Resume with that one, or start anew.")
+        self.next = state["batch"]
+
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = self.facts.get("report", {})
+        return report
+
+    @cached_property
+    def identity(self) -> str:
+        """Of the cache's contents as ``cache.json`` tells them."""
+        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _read(self, number: int, *, states: bool = True) -> Item:
+        shard = next(s for s in self.facts["shards"] if s["first"] <= number < s["first"] + s["batches"])
+        try:
+            with safe_open(self.folder / shard["file"], "pt") as file:
+                ids, positions, documents, mask = (file.get_tensor(f"{number}.{name}") for name in PLACES)
+                batch = PackedBatch(ids, positions, documents, mask)
+                if not states:
+                    return batch, None
+                given = file.get_tensor(f"{number}.given")
+                other = f"{number}.teacher"
+                return batch, TargetStates(given, file.get_tensor(other) if other in list(file.keys()) else given)
+        except Exception as error:
+            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            raise NextnError(
+                f"{shard['file']} of the cache cannot be read ({reason}).", "Write the cache anew."
+            ) from None
+
+
+def _require_same(facts: dict[str, Any], wanted: dict[str, Any], out: Path) -> None:
+    different = next((name for name, value in wanted.items() if facts.get(name) != value), None)
+    if different is not None:
+        raise NextnError(
+            f"{out} holds a cache that was written with another {different}.", "Give another --out, or delete it."
+        )

@@ -1,0 +1,105 @@
+"""Write down a run as it goes: ``log.jsonl``, TensorBoard, Weights & Biases where asked for, and lines for people.
+
+Records of ``log.jsonl``: ``{"step", "loss", "loss_by_step", "lr", "gradient", "tokens", "tokens_per_second", "time"}``
+and ``{"step", "eval": {...}}``. `tokens` counts from the start of training, `time` in seconds of all its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nextn.errors import NextnError
+from nextn.train.config import TrainConfig
+
+FILE = "log.jsonl"
+
+
+class RunLog:
+    """A run's log. Only the first process has one that writes.
+
+    Args:
+        folder: made if need be.
+        config: of the run.
+        begun: steps already done by earlier parts of this run; records past it are dropped.
+        total: steps in all.
+        quiet: print no lines.
+    Raises:
+        NextnError: ``wandb`` is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, begun: int, *, quiet: bool) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.quiet, self.steps = quiet, config.steps
+        kept = [r for r in read_log(folder) if r["step"] <= begun] if begun else []
+        (folder / FILE).write_text("".join(json.dumps(r) + "\n" for r in kept))
+        self._file = (folder / FILE).open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=begun + 1 if begun else None)
+        self._run: Any = None
+        if config.wandb is not None:
+            if find_spec("wandb") is None:
+                raise NextnError("wandb is asked for and not installed.", "Install it, or leave the key out.")
+            import wandb
+
+            self._run = wandb.init(project=config.wandb, dir=str(folder), config=config.model_dump(), resume="allow")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One record of training; keys as in the file's description."""
+        self._write(record)
+        flat = {"loss": record["loss"], "lr": record["lr"], "tokens_per_second": record["tokens_per_second"]}
+        flat |= {f"loss_step_{k}": v for k, v in enumerate(record["loss_by_step"], 1) if v is not None}
+        self._scalars("train", flat, record["step"])
+        by_step = " ".join("-" if v is None else f"{v:.3f}" for v in record["loss_by_step"])
+        self.say(
+            f"step {record['step']}/{self.steps}  loss {record['loss']:.4f} ({by_step})  "
+            f"lr {record['lr']:.1e}  {record['tokens_per_second']:,.0f} tokens/s"
+        )
+
+    def evaluation(self, step: int, figures: dict[str, Any]) -> None:
+        """One evaluation: what `Evaluation.as_json` holds."""
+        self._write({"step": step, "eval": figures})
+        flat = {"accept_length": figures["accept_length"]}
+        flat |= {f"acceptance_{i}": v for i, v in enumerate(figures["acceptance"], 1)}
+        self._scalars("eval", flat, step)
+        by_position = " ".join(f"{v:.3f}" for v in figures["acceptance"])
+        self.say(f"step {step}/{self.steps}  accept length {figures['accept_length']:.3f} ({by_position})")
+
+    def say(self, line: str) -> None:
+        """A line for people."""
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._file.close()
+        self._board.close()
+        if self._run is not None:
+            self._run.finish()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _scalars(self, group: str, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(f"{group}/{name}", value, step)
+        if self._run is not None:
+            self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The records of a log; a last line that a kill cut short is left out."""
+    path = folder / FILE
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        records.append(record)
+    return records

@@ -1,0 +1,270 @@
+"""A training run from its configuration to the head folder: load, steps, evaluations, checkpoints, export."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.jsonfile import read_json
+from nextn.checkpoint.source import Checkpoint
+from nextn.errors import NextnError
+from nextn.models.decoder import Decoder, Drafter
+from nextn.models.load import Progress
+from nextn.surgery.write import refuse_existing
+from nextn.train.checkpoints import Checkpoints
+from nextn.train.config import RUN_ONLY, TrainConfig
+from nextn.train.documents import LineReader
+from nextn.train.evaluate import evaluate
+from nextn.train.export import VOCAB_FILE, merge_head, write_head, write_json
+from nextn.train.hidden_cache import CachedSource
+from nextn.train.log import RunLog
+from nextn.train.losses import LossSpec
+from nextn.train.packing import PackedBatch
+from nextn.train.processes import Processes
+from nextn.train.shard import gathered, shard
+from nextn.train.source import DataSource, Source, frequent_ids, held_out
+from nextn.train.start import Start, open_target, start
+from nextn.train.step import HeadStep
+from nextn.train.unroll import require_layers
+
+MakeReader = Callable[[TrainConfig, Checkpoint], LineReader]
+
+
+@dataclass
+class Tally:
+    """What a run has done so far; saved with its checkpoints.
+
+    Attributes:
+        tokens: of documents, over all processes and steps.
+        seconds: of training and evaluating, over all parts of the run.
+        loss: of the last step.
+        before: evaluation before the first step.
+        best, best_step: highest accept length, and where.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    before: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
+    best_step: int | None = None
+    last: dict[str, Any] | None = field(default=None)
+
+
+class Trainer:
+    """One run. Made on every process; `run` ends with the head folder written.
+
+    Args:
+        config: of the run.
+        processes: which this is.
+        make_reader: reads data lines for a target.
+        quiet: print no lines.
+        progress: of loading.
+    Raises:
+        NextnError: whatever makes the run senseless, before any step is taken.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        processes: Processes,
+        make_reader: MakeReader,
+        *,
+        quiet: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config, self.processes, self.quiet = config, processes, quiet
+        self.output = Path(config.output)
+        self.packs = config.accumulation or processes.world
+        self._refuse_early()
+        self.checkpoints = Checkpoints(self.output / "checkpoints", processes)
+        reader = make_reader(config, open_target(config)) if config.data or config.eval else None
+        layers = config.cache is None or config.eval is not None
+        self.begun: Start = start(config, processes.device, layers=layers, progress=progress)
+        model = self.begun.model
+        self.source = self._source(model, reader)
+        self.held_out: list[PackedBatch] = []
+        if config.eval is not None:
+            assert reader is not None
+            require_layers(model, config.eval_draft_tokens)
+            self.held_out = held_out(config, reader)
+        self.vocab = self._draft_vocab(model.config.vocab)
+        spec = LossSpec(config.loss, config.step_weights, config.lk_eta, self.vocab)
+        shard(model, self.begun.unroll, processes)
+        self.step = HeadStep(self.begun, config, processes, spec)
+        self.tally = Tally()
+        self._resume()
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step and write the head; returns the facts that the command prints."""
+        config, step = self.config, self.step
+        log = self._log() if self.processes.first else None
+        try:
+            if self.held_out and step.done == 0:
+                self._evaluate(log)
+            taught = 0
+            while step.done < config.steps:
+                taught += self._one_step(log)
+                at_end = step.done == config.steps
+                if self.held_out and (step.done % config.eval_every == 0 or at_end):
+                    self._evaluate(log)
+                if step.done % config.save == 0 or at_end:
+                    self._save()
+                if at_end and not taught:
+                    raise NextnError("No step had a token to predict.", "Check the data, and draft_vocab with ce.")
+        finally:
+            if log is not None:
+                log.close()
+        return self._finish()
+
+    def _refuse_early(self) -> None:
+        config, world = self.config, self.processes.world
+        if self.packs % world:
+            raise NextnError(
+                f"accumulation is {self.packs} for {world} processes.", "Give a multiple of the number of processes."
+            )
+        if config.merge is not None:
+            refuse_existing(Path(config.merge))
+        if self.output.exists() and not self.output.is_dir():
+            raise NextnError(f"{self.output} is a file.", "Name a folder for the head.")
+
+    def _source(self, model: Drafter, reader: LineReader | None) -> Source:
+        if self.config.cache is not None:
+            return CachedSource(Path(self.config.cache), model, self.processes)
+        assert reader is not None
+        return DataSource(self.config, reader, self.processes)
+
+    def _draft_vocab(self, vocab: int) -> Tensor | None:
+        """[ids] ascending, written beside the head."""
+        wanted = self.config.draft_vocab
+        if wanted is None:
+            return None
+        if isinstance(wanted, int):
+            ids = frequent_ids(self.source.once(), wanted, vocab)
+        else:
+            listed = read_json(Path(wanted)).get("ids")
+            if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < vocab for i in listed) or not listed:
+                raise NextnError(f"{wanted} lists no ids of this vocabulary.", 'Write {"ids": [0, 1, ...]}.')
+            ids = torch.tensor(sorted(set(listed)))
+        if self.processes.first:
+            self.output.mkdir(parents=True, exist_ok=True)
+            write_json(self.output / VOCAB_FILE, {"ids": ids.tolist()})
+        return ids.to(self.processes.device)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change between parts of one run."""
+        given = self.config.model_dump(exclude=set(RUN_ONLY))
+        return {**given, "accumulation": self.packs}
+
+    def _resume(self) -> None:
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return
+        if not self.config.resume:
+            raise NextnError(
+                f"{self.output} holds a run of {newest} steps, and resume is false.", "Give another output."
+            )
+        facts = self.checkpoints.facts(newest)
+        mine = self._identity()
+        changed = [key for key, value in facts["config"].items() if mine.get(key) != value]
+        if changed:
+            raise NextnError(
+                f"{self.output} holds a run of {newest} steps with another {changed[0]}"
+                f" ({facts['config'][changed[0]]!r}, now {mine.get(changed[0])!r}).",
+                "Give another output, or the settings of that run.",
+            )
+        self.checkpoints.load(newest, self.begun.unroll, self.step.optimiser)
+        self.source.load_state_dict(facts["data"])
+        self.tally = Tally(**facts["tally"])
+        self.step.done = newest
+
+    def _log(self) -> RunLog:
+        log = RunLog(self.output / "logs", self.config, self.step.done, quiet=self.quiet)
+        if self.step.done:
+            log.say(f"resumed after step {self.step.done}")
+        return log
+
+    def _one_step(self, log: RunLog | None) -> int:
+        """Take a step; returns the rows it taught."""
+        began = time.monotonic()
+        rate = self.step.rate()
+        items = [self.source.take() for _ in range(self.packs // self.processes.world)]
+        result = self.step(items)
+        seconds = time.monotonic() - began
+        tally = self.tally
+        tally.tokens, tally.seconds, tally.loss = tally.tokens + result.tokens, tally.seconds + seconds, result.loss
+        done = self.step.done
+        if log is not None and (done % self.config.log_every == 0 or done in (1, self.config.steps)):
+            log.step(
+                {
+                    "step": done,
+                    "loss": result.loss,
+                    "loss_by_step": result.by_step,
+                    "lr": rate,
+                    "gradient": result.gradient,
+                    "tokens": tally.tokens,
+                    "tokens_per_second": result.tokens / seconds,
+                    "time": tally.seconds,
+                }
+            )
+        return result.rows
+
+    def _evaluate(self, log: RunLog | None) -> None:
+        """Judge the head, and keep it where it is accepted best."""
+        began = time.monotonic()
+        model, done = self.begun.model, self.step.done
+        assert isinstance(model, Decoder)
+        with gathered(model):
+            figures = evaluate(
+                model,
+                self.held_out,
+                draft_tokens=self.config.eval_draft_tokens,
+                draft_ids=self.vocab,
+                unroll=self.step.judged,
+            ).as_json()
+        tally = self.tally
+        tally.last = figures
+        if done == 0:
+            tally.before = figures
+        elif tally.best is None or figures["accept_length"] > tally.best["accept_length"]:
+            tally.best, tally.best_step = figures, done
+            self.checkpoints.save_best(done, self.begun.unroll)
+        tally.seconds += time.monotonic() - began
+        if log is not None:
+            log.evaluation(done, figures)
+
+    def _save(self) -> None:
+        facts = {
+            "config": self._identity(),
+            "data": self.source.state_dict(),
+            "tally": vars(self.tally),
+            "best_step": self.tally.best_step,
+        }
+        self.checkpoints.save(self.step.done, self.begun.unroll, self.step.optimiser, facts, self.config.keep)
+
+    def _finish(self) -> dict[str, Any]:
+        tally, first = self.tally, self.processes.first
+        if tally.best_step is not None and tally.best_step != self.step.done:
+            self.checkpoints.load_best(tally.best_step, self.begun.unroll)
+        write_head(self.begun, self.output, first=first)
+        if self.config.merge is not None and first:
+            merge_head(self.begun, self.output, Path(self.config.merge))
+        self.processes.wait()
+        return {
+            "output": str(self.output),
+            "merged": self.config.merge,
+            "steps": self.step.done,
+            "tokens": tally.tokens,
+            "seconds": tally.seconds,
+            "loss": tally.loss,
+            "before": tally.before,
+            "after": tally.best,
+            "best_step": tally.best_step,
+            "data": self.source.report(),
+        }
