@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextn.kernels import activation_triton, attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
 from nextn.kernels.delta import DeltaLog, DeltaWeights
-from nextn.kernels.row_plans import LIBRARY, RowPlans
+from nextn.kernels.row_plans import RowPlans
 from nextn.kernels.rows_triton import row_product
 
 BF16 = torch.bfloat16
@@ -37,14 +37,25 @@ class Chain:
     """A geometry's layers, `batch` sequences of `context` positions, `rows` new rows each.
 
     Args:
-        parts: programs that share a sequence in attention; replay: of the delta net's state, else snapshots.
+        parts: programs that share a sequence in attention.
+        replay: the delta net's state by replay, else by snapshots.
+        fused: norms, gates and the stream inside the products; needs plans for at most 16 rows.
     """
 
     def __init__(
-        self, g: Geometry, batch: int, rows: int, context: int, plans: RowPlans, *, parts: int = 16, replay: bool = True
+        self,
+        g: Geometry,
+        batch: int,
+        rows: int,
+        context: int,
+        plans: RowPlans,
+        *,
+        parts: int = 16,
+        replay: bool = True,
+        fused: bool = False,
     ) -> None:
         self.g, self.batch, self.rows, self.context, self.plans = g, batch, rows, context, plans
-        self.parts, self.replay = parts, replay
+        self.parts, self.replay, self.fused = parts, replay, fused
         pages = -(-(context + 16) // PAGE)
         self.slot = torch.randperm(batch, device="cuda")
         self.position = torch.full((batch,), context, device="cuda")
@@ -102,10 +113,16 @@ class Chain:
 
     def product(self, x: Tensor, w: Tensor, pdl: bool) -> Tensor:
         plan = self.plans.plan(*w.shape, x.shape[0])
-        return row_product(x, w, plan, pdl=pdl and plan is not LIBRARY)
+        return row_product(x, w, plan, pdl=pdl)
 
     def forward(self, pdl: bool = True) -> tuple[Tensor, Tensor]:
         """(ids [batch * rows], hidden after the final norm)."""
+        h = self.fused_layers(pdl) if self.fused else self.plain_layers(pdl)
+        logits = self.product(h, self.output, pdl)
+        return tokens_triton.argmax(logits, pdl=pdl)[0], h
+
+    def plain_layers(self, pdl: bool) -> Tensor:
+        """Norms, gates and products by kernels of their own."""
         x, residual = self.x, None
         product = partial(self.product, pdl=pdl)
         for layer in self.layers:
@@ -113,16 +130,26 @@ class Chain:
             mixed = product(h, layer.products["in"])
             x = product(self.mix(layer, mixed, pdl), layer.products["out"])
             h, residual = norm_triton.add_rms_norm(x, residual, layer.norms[1], 1e-6, dtype=BF16, pdl=pdl)
-            x = product(self.gate(h, layer.products["gate_up"], pdl), layer.products["down"])
-        h, _ = norm_triton.add_rms_norm(x, residual, self.final, 1e-6, dtype=BF16, pdl=pdl)
-        logits = product(h, self.output)
-        return tokens_triton.argmax(logits, pdl=pdl)[0], h
+            gated = activation_triton.silu_mul(product(h, layer.products["gate_up"]), dtype=BF16, pdl=pdl)
+            x = product(gated, layer.products["down"])
+        return norm_triton.add_rms_norm(x, residual, self.final, 1e-6, dtype=BF16, pdl=pdl)[0]
 
-    def gate(self, h: Tensor, w: Tensor, pdl: bool) -> Tensor:
-        plan = self.plans.plan(w.shape[0] // 2, w.shape[1], h.shape[0], gated=True)
-        if plan is LIBRARY:
-            return activation_triton.silu_mul(self.product(h, w, pdl), dtype=BF16, pdl=pdl)
-        return row_product(h, w, plan, gated=True, pdl=pdl)
+    def fused_layers(self, pdl: bool) -> Tensor:
+        """Norms and gates inside the products that follow or make their inputs, the stream added by those before."""
+        x, m = self.x, self.x.shape[0]
+        for layer in self.layers:
+            w = layer.products
+            plan = {
+                "in": self.plans.plan(*w["in"].shape, m, "norm"),
+                "out": self.plans.plan(*w["out"].shape, m, "add"),
+                "gate_up": self.plans.plan(w["gate_up"].shape[0] // 2, self.g.hidden, m, "gated"),
+                "down": self.plans.plan(*w["down"].shape, m, "add"),
+            }
+            mixed = row_product(x, w["in"], plan["in"], norm=(layer.norms[0], 1e-6), pdl=pdl)
+            x = row_product(self.mix(layer, mixed, pdl), w["out"], plan["out"], stream=x, pdl=pdl)
+            h = row_product(x, w["gate_up"], plan["gate_up"], norm=(layer.norms[1], 1e-6), gated=True, pdl=pdl)
+            x = row_product(h, w["down"], plan["down"], stream=x, pdl=pdl)
+        return norm_triton.rms_norm(x, self.final, 1e-6, pdl=pdl)
 
     def mix(self, layer: Layer, mixed: Tensor, pdl: bool) -> Tensor:
         g = self.g

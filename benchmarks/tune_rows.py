@@ -4,7 +4,8 @@
 
 Each candidate runs over several weights of the shape in one CUDA graph, more than the L2 cache holds, with dependent
 launch as in decoding; cuBLAS is a candidate like any other. A product with partial sums is charged for the time that
-its reader takes to add them. A product whose halves are gated is listed where one kernel beats product and gate apart.
+its reader takes to add them. Products that norm, gate or add the stream are measured too, and beside them the same
+work by the best plain product and separate kernels (`apart_us`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from geometries import GEOMETRIES
 from gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from triton.runtime.errors import OutOfResources
 
+from nextn.kernels import activation, norm
 from nextn.kernels.activation_triton import silu_mul
-from nextn.kernels.row_plans import LIBRARY, TABLE, RowPlan
+from nextn.kernels.norm_triton import add_rms_norm
+from nextn.kernels.row_plans import LIBRARY, TABLE, Form, RowPlan
 from nextn.kernels.rows_triton import row_product
 
 BF16 = torch.bfloat16
@@ -40,12 +43,12 @@ TILES = [
 ]  # fmt: skip
 
 
-def candidates(n: int, k: int, rows: int, gated: bool) -> Iterator[RowPlan]:
+def candidates(n: int, k: int, rows: int, form: Form) -> Iterator[RowPlan]:
     """Plans that divide the shape evenly and keep the card's 132 processors busy without tiny pieces."""
     if rows == 1:
         yield from FMA
     for kind, bn, bk, warps, stages in TILES:
-        for splits in (1,) if gated else (1, 2, 4, 8):
+        for splits in (1, 2, 4, 8) if form == "plain" else (1,):
             programs = -(-n // bn) * splits
             if k % (splits * bk) == 0 and (splits == 1 or programs <= 1100) and programs >= 64:
                 for ahead in (0, 4):
@@ -53,31 +56,67 @@ def candidates(n: int, k: int, rows: int, gated: bool) -> Iterator[RowPlan]:
                         yield RowPlan(kind, bn, bk, splits, warps, stages, ahead)
 
 
-def shapes() -> list[tuple[int, int, bool]]:
-    """(outputs, inputs, gated); a gated product follows the plain one of its weight."""
-    plain = sorted({shape for g in GEOMETRIES.values() for shape in g.products.values()})
-    gated = {g.products["gate_up"] for g in GEOMETRIES.values()}
-    return [(n, k, False) for n, k in plain] + [(n // 2, k, True) for n, k in sorted(gated)]
+def shapes() -> list[tuple[Form, int, int]]:
+    """(form, outputs, inputs); plain forms come first."""
+    found: dict[Form, set[tuple[int, int]]] = {"plain": set(), "norm": set(), "gated": set(), "add": set()}
+    for g in GEOMETRIES.values():
+        found["plain"] |= set(g.products.values())
+        found["norm"] |= {g.products["gdn_in"], g.products["attn_in"]}
+        found["gated"].add((g.inter, g.hidden))
+        found["add"] |= {g.products[name] for name in ("gdn_out", "attn_out", "down")}
+    return [(form, n, k) for form, sizes in found.items() for n, k in sorted(sizes)]
 
 
-def run(plan: RowPlan, n: int, k: int, rows: int, gated: bool) -> None:
+class Work:
+    """One product of a form on given rows: by a plan, or apart by plain plans and other kernels."""
+
+    def __init__(self, form: Form, n: int, k: int, rows: int) -> None:
+        self.form, self.n, self.k = form, n, k
+        self.weight_rows = 2 * n if form == "gated" else n
+        self.x = torch.randn(rows, k, dtype=BF16, device="cuda")
+        self.stream = torch.randn(rows, n, dtype=BF16, device="cuda")
+        self.scale = 1 + 0.1 * torch.randn(k, device="cuda")
+
+    def fused(self, w: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        before = (self.scale, 1e-6) if self.form in ("norm", "gated") else None
+        stream = self.stream if self.form == "add" else None
+        return row_product(self.x, w, plan, norm=before, gated=self.form == "gated", stream=stream, pdl=True)
+
+    def apart(self, w: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """The product with the kernels that the form replaces; `add` leaves its addition to the norm that follows."""
+        x = self.x
+        if self.form in ("norm", "gated"):
+            x, _ = add_rms_norm(x, x, self.scale, 1e-6, pdl=True)
+        out = row_product(x, w, plan, pdl=True)
+        return silu_mul(out, dtype=BF16, pdl=True) if self.form == "gated" else out
+
+    def expected(self, w: torch.Tensor) -> torch.Tensor:
+        x = self.x.float()
+        if self.form in ("norm", "gated"):
+            x = norm.rms_norm(x, self.scale, 1e-6)
+        out = x @ w.float().t()
+        if self.form == "gated":
+            out = activation.silu_mul(out)
+        return out + self.stream.float() if self.form == "add" else out
+
+
+def run(plan: RowPlan, form: Form, n: int, k: int, rows: int) -> None:
     """Run a plan once, which leaves its binary in Triton's cache on disk."""
-    x = torch.zeros(rows, k, dtype=BF16, device="cuda")
-    weight = torch.zeros(2 * n if gated else n, k, dtype=BF16, device="cuda")
+    work = Work(form, n, k, rows)
     try:
-        row_product(x, weight, plan, gated=gated, pdl=True)
+        work.fused(torch.zeros(work.weight_rows, k, dtype=BF16, device="cuda"), plan)
     except OutOfResources as error:
-        print(f"left out {plan}, gated {gated}: {error}")
+        print(f"left out {plan}, {form}: {error}")
 
 
 def compile_all(rows: list[int]) -> int:
     """Compile all candidates in parallel; sizes are run-time values, so a small shape compiles for all."""
     jobs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    for n, k, gated in shapes():
+    for form, n, k in shapes():
         for r in rows:
-            for p in candidates(n, k, r, gated):
-                key = (p.kind, p.block_n, p.block_k, p.warps, p.stages, p.ahead, p.splits > 1, gated, r == 1, r == 16)
-                jobs.setdefault(key, (p, 16 * p.block_n, p.splits * p.block_k * 16, r, gated))
+            for p in candidates(n, k, r, form):
+                key = (p.kind, p.block_n, p.block_k, p.warps, p.stages, p.ahead, p.splits > 1, form)
+                jobs.setdefault(key, (p, form, 16 * p.block_n, p.splits * p.block_k * 16, r))
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         list(pool.map(run, *zip(*jobs.values(), strict=True), chunksize=4))
     return len(jobs)
@@ -88,34 +127,30 @@ def measure(call: Callable[[torch.Tensor], object], weights: list[torch.Tensor])
     return median_ms(captured(lambda: [call(w) for w in weights]), repeats=7) * 1e3 / len(weights)
 
 
-def tune(n: int, k: int, rows: int, gated: bool, apart: RowPlan) -> tuple[RowPlan | None, dict[str, Any]]:
-    """The best plan, or None where a gated product does better apart, by plan `apart`; and the times by kind."""
-    weight_rows = 2 * n if gated else n
-    count = min(max(4, ROTATE_BYTES // (weight_rows * k * 2)), 40)
-    weights = [torch.randn(weight_rows, k, dtype=BF16, device="cuda") * k**-0.5 for _ in range(count)]
-    x = torch.randn(rows, k, dtype=BF16, device="cuda")
-    expected = x.float() @ weights[-1].float().t()
-    if gated:
-        expected = silu_mul(expected)
-        times = {
-            "apart": measure(lambda w: silu_mul(row_product(x, w, apart, pdl=True), dtype=BF16, pdl=True), weights)
-        }
-        charged = {None: times["apart"]}
+def tune(form: Form, n: int, k: int, rows: int, plain: RowPlan) -> tuple[RowPlan, dict[str, float]]:
+    """The best plan of one kernel, and the times by kind; `plain` is the best plain plan for the same weight."""
+    work = Work(form, n, k, rows)
+    size = work.weight_rows * k
+    count = min(max(4, ROTATE_BYTES // (size * 2)), 40)
+    weights = [torch.randn(work.weight_rows, k, dtype=BF16, device="cuda") * k**-0.5 for _ in range(count)]
+    expected = work.expected(weights[-1])
+    charged: dict[RowPlan, float] = {}
+    if form == "plain":
+        times = {"library": measure(lambda w: row_product(work.x, w, LIBRARY), weights)}
+        charged[LIBRARY] = times["library"]
     else:
-        times = {"library": measure(lambda w: row_product(x, w, LIBRARY), weights)}
-        charged = {LIBRARY: times["library"]}
-    for plan in candidates(n, k, rows, gated):
+        times = {"apart": measure(lambda w: work.apart(w, plain), weights)}
+    for plan in candidates(n, k, rows, form):
         try:
-            got = row_product(x, weights[-1], plan, gated=gated).float()
-            us = measure(lambda w, plan=plan: row_product(x, w, plan, gated=gated, pdl=True), weights)
+            got = work.fused(weights[-1], plan).float()
+            us = measure(lambda w, plan=plan: work.fused(w, plan), weights)
         except OutOfResources:
             continue
         got = got.sum(0) if got.dim() == 3 else got
         wrong = float((got - expected).norm() / expected.norm())
         if not wrong < 1e-2:
-            raise SystemExit(f"{plan} is wrong for {rows} x {n} x {k}, gated {gated}: {wrong:.2g}")
-        extra = (plan.splits - 1) * n * 4 / READER_BYTES_PER_US / (1 if n <= 4096 else 16)
-        charged[plan] = us + extra
+            raise SystemExit(f"{plan} is wrong for {rows} rows, {form} {n}x{k}: {wrong:.2g}")
+        charged[plan] = us + (plan.splits - 1) * n * 4 / READER_BYTES_PER_US / (1 if n <= 4096 else 16)
         times[plan.kind] = min(us, times.get(plan.kind, us))
     return min(charged, key=charged.__getitem__), times
 
@@ -132,20 +167,19 @@ def main() -> None:
     print(f"{compiled} kernels compiled in {time.time() - began:.0f} s; {bandwidth:.0f} GB/s", flush=True)
     plans: dict[str, dict[str, Any]] = {}
     figures = []
-    for n, k, gated in shapes():
+    for form, n, k in shapes():
         for rows in options.rows:
             if time.time() - began > options.seconds:
-                print(f"no time left for {n}x{k}, {rows} rows", flush=True)
+                print(f"no time left for {form} {n}x{k}, {rows} rows", flush=True)
                 continue
-            plain = plans.get(f"{2 * n}x{k}", {}).get(str(rows))
-            best, times = tune(n, k, rows, gated, RowPlan(**plain) if plain else LIBRARY)
-            shape = f"gated {n}x{k}" if gated else f"{n}x{k}"
-            if best is not None:
-                plans.setdefault(shape, {})[str(rows)] = asdict(best)
-            floor = n * k * (4 if gated else 2) / bandwidth / 1e3
+            wide = 2 * n if form == "gated" else n
+            plain = plans.get(f"plain {wide}x{k}", {}).get(str(rows))
+            best, times = tune(form, n, k, rows, RowPlan(**plain) if plain else LIBRARY)
+            plans.setdefault(f"{form} {n}x{k}", {})[str(rows)] = asdict(best)
             rounded = {f"{kind}_us": round(us, 2) for kind, us in times.items()}
-            figures.append({"shape": shape, "rows": rows, "floor_us": round(floor, 2), **rounded})
-            print(figures[-1], *(asdict(best).values() if best else ("apart",)), flush=True)
+            floor = round(wide * k * 2 / bandwidth / 1e3, 2)
+            figures.append({"form": form, "shape": f"{n}x{k}", "rows": rows, "floor_us": floor, **rounded})
+            print(*figures[-1].items(), *asdict(best).values(), flush=True)
         torch.cuda.empty_cache()
     record = {**provenance(), "read_gb_per_s": round(bandwidth), "plans": plans, "figures": figures}
     options.out.write_text(json.dumps(record, indent=1) + "\n")

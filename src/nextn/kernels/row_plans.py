@@ -17,6 +17,10 @@ TABLE = Path(__file__).with_name("rows_h200.json")
 
 Kind = Literal["fma", "dot", "swap", "library"]
 
+Form = Literal["plain", "norm", "gated", "add"]
+"""What a product takes in besides: nothing (it may then leave partial sums), the norm before it, the norm before and
+the gate after it, or the residual stream after it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
@@ -47,7 +51,7 @@ class RowPlans:
     """A table of plans.
 
     Args:
-        table: "NxK", or "gated NxK" for products whose halves are gated, -> {"rows": fields of a `RowPlan`}.
+        table: "form NxK" -> {"rows": fields of a `RowPlan`}.
     """
 
     def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
@@ -56,9 +60,9 @@ class RowPlans:
             for shape, by_rows in table.items()
         }
 
-    def plan(self, n: int, k: int, rows: int, *, gated: bool = False) -> RowPlan:
-        """For `rows` rows times a weight [n, k]: the one listed for the fewest rows not below, or the library."""
-        listed = self._plans.get(f"gated {n}x{k}" if gated else f"{n}x{k}", ())
+    def plan(self, n: int, k: int, rows: int, form: Form = "plain") -> RowPlan:
+        """For `rows` rows and n outputs of k inputs: the one listed for the fewest rows not below, or the library."""
+        listed = self._plans.get(f"{form} {n}x{k}", ())
         return next((plan for most, plan in listed if most >= rows), LIBRARY)
 
 
