@@ -9,10 +9,12 @@ import pytest
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.inspect.diff import diff
-from nextn.inspect.examine import Report, examine
+from nextn.inspect.examine import Report
 from nextn.inspect.facts import gather
 from tests.fixtures import HEAD_SHARD, Folder, checkpoint, qwen3_5
 from tests.inspect import cases
+from tests.inspect.asking import ask, codes
+from tests.inspect.asking import tensors as listed
 from tests.inspect.cases import ATTENTION, MLP
 
 HEAD_KEYS = {
@@ -23,16 +25,8 @@ HEAD_KEYS = {
 }
 
 
-def ask(folder: Folder, root: Path, **versions: str) -> Report:
-    return examine(open_checkpoint(folder.write(root)), versions)
-
-
-def codes(report: Report) -> dict[str, str]:
-    return {f.code: f.severity for f in report.findings}
-
-
 def tensors(report: Report, code: str) -> set[str]:
-    return set(next(f for f in report.findings if f.code == code).tensors)
+    return set(listed(report, code))
 
 
 def verdicts(report: Report) -> dict[str, str]:
