@@ -45,6 +45,7 @@ class Cache:
         device: torch.device,
     ) -> None:
         self.page_size, self.rows, self.kernel = page_size, rows, max(config.conv, 1)
+        self.table_width = -(-(config.max_positions + 2 * rows) // page_size)
         self.dtype, self.device = dtype, device
         c = config
         page = (pages, page_size, c.kv_heads, c.head_dim)

@@ -14,7 +14,16 @@ from torch import Tensor
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.runner import PlainRunner
-from nextn.kernels import activation_triton, attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
+from nextn.engine.sampling import ACCEPT, DRAW, SamplingState, accept_greedy, adjust
+from nextn.kernels import (
+    activation_triton,
+    attention_triton,
+    delta_triton,
+    norm_triton,
+    probs_triton,
+    rope_triton,
+    tokens_triton,
+)
 from nextn.kernels.delta import DeltaWeights
 from nextn.kernels.row_plans import RowPlans, measured_plans
 from nextn.kernels.rows_triton import row_product
@@ -134,6 +143,29 @@ class FusedRunner(PlainRunner):
     def best(self, logits: Tensor) -> Tensor:
         ids, _ = tokens_triton.argmax(logits.view(-1, logits.shape[-1]), pdl=self.dependent)
         return ids.view(logits.shape[:-1])
+
+    def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
+        plan = state.plan
+        return probs_triton.process(
+            adjust(logits, state, drafts, first_row).contiguous(),
+            state.temperature.view(-1),
+            state.top_k.view(-1) if plan.top_k else None,
+            state.top_p.view(-1) if plan.top_p else None,
+            state.min_p.view(-1),
+            state.greedy.view(-1),
+            pdl=self.dependent,
+        )
+
+    def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
+        flat = tokens_triton.sample(probs.view(-1, probs.shape[-1]), draws.reshape(-1), pdl=self.dependent)
+        return flat.view(draws.shape)
+
+    def accept(self, probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, draws: Tensor) -> tuple[Tensor, Tensor]:
+        if draft_probs is None or not drafts.shape[1]:
+            return accept_greedy(self.sample(probs, draws[..., DRAW]), drafts)
+        return tokens_triton.accept(
+            probs, drafts.contiguous(), draft_probs, draws[..., ACCEPT], draws[..., DRAW], pdl=self.dependent
+        )
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         out = self._product(hidden.reshape(-1, hidden.shape[-1]), weight)

@@ -22,11 +22,8 @@ from nextn.engine.runner import Runner
 from nextn.engine.sampling import (
     DRAFT,
     SamplingState,
-    accept,
     accept_greedy,
     adjust,
-    process,
-    sample,
     uniforms,
 )
 
@@ -113,8 +110,8 @@ def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> 
         # The largest of logits that hold a NaN is that NaN.
         broken = logits.gather(-1, choices[..., None]).isnan().any((-1, -2))
         return *accept_greedy(choices, batch.drafts), broken
-    probs = process(logits, state, batch.drafts)
-    tokens, accepted = accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
+    probs = runner.process(logits, state, batch.drafts)
+    tokens, accepted = runner.accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
     return tokens, accepted, logits.amax((-1, -2)).isnan()
 
 
@@ -124,8 +121,8 @@ def _draft(
     """One draft token a sequence from head logits [batch, 1, vocab], processed as the target's row will be."""
     if state.plan.all_greedy:
         return runner.best(adjust(logits, state, drafts, drafts.shape[1])), None
-    law = process(logits, state, drafts, drafts.shape[1])
-    return sample(law, uniforms(state.seed, position)[:, None, DRAFT]), law
+    law = runner.process(logits, state, drafts, drafts.shape[1])
+    return runner.sample(law, uniforms(state.seed, position)[:, None, DRAFT]), law
 
 
 def _row(x: Tensor, at: Tensor) -> Tensor:

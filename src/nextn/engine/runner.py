@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nextn.engine.contexts import DraftContext, Rows, TargetContext
+from nextn.engine.sampling import SamplingState, accept, process, sample
 from nextn.models.decoder import Decoder, Drafter
 
 
@@ -39,6 +40,18 @@ class Runner(Protocol):
         """Lowest id of the largest logit, [batch, rows]."""
         ...
 
+    def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
+        """Probabilities to sample from (`engine.logits.process`)."""
+        ...
+
+    def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
+        """Ids drawn from probabilities (`engine.sampling.sample`)."""
+        ...
+
+    def accept(self, probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Rejection sampling (`engine.sampling.accept`): (tokens, accepted)."""
+        ...
+
 
 class PlainRunner:
     """Runs the modules; any device, dtype and number of rows."""
@@ -60,3 +73,12 @@ class PlainRunner:
 
     def best(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
+
+    def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
+        return process(logits, state, drafts, first_row)
+
+    def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
+        return sample(probs, draws)
+
+    def accept(self, probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, draws: Tensor) -> tuple[Tensor, Tensor]:
+        return accept(probs, drafts, draft_probs, draws)

@@ -1,0 +1,210 @@
+"""Rounds as CUDA graphs: verify, accept, extend and all draft steps in one launch, read one round late.
+
+For each bucket of batch size, K and kind of sampling one graph is captured over fixed tensors. `launch` replays it
+and queues the copy of its tokens to the host; `collect` waits for the oldest copy. The caller launches the next round
+before it collects the last one's tokens, so the GPU does not wait for the host. Padded sequences work on a page and a
+slot of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nextn.engine.batch import Batch
+from nextn.engine.cache import Cache
+from nextn.engine.logits import Plan, SamplingState
+from nextn.engine.round import decode_round
+from nextn.engine.runner import Runner
+
+IN_FLIGHT = 2
+"""Rounds launched and not collected, at most."""
+
+
+def bucket_of(size: int) -> int:
+    """The number of sequences that a graph for `size` of them is captured with: a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class HostRound:
+    """A round's outcome on the host, a row a sequence.
+
+    Attributes:
+        tokens: [batch][K + 1]; the first accepted + 1 are new.
+        accepted: [batch].
+        drafts: [batch][K], what was verified.
+        broken: [batch], logits held NaN.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    drafts: list[list[int]]
+    broken: list[bool]
+
+
+class Captured:
+    """One graph and the tensors it reads and writes.
+
+    Args:
+        runner, cache: what rounds run on.
+        size: sequences in the bucket.
+        example: a batch of the same K and plan, whose tensors give widths and dtypes.
+        page, slot: scratch for padded sequences.
+        pool: memory pool shared by all graphs.
+    """
+
+    def __init__(
+        self, runner: Runner, cache: Cache, size: int, example: Batch, page: int, slot: int, pool: Any
+    ) -> None:
+        self.runner, self.cache, self.size, self.page, self.slot = runner, cache, size, page, slot
+        device = cache.device
+        self.active = torch.zeros(size, dtype=torch.int64, device=device)
+        self.state = self._padded(example.keep([0] * size))
+        self._clear()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Compiles kernels and settles library workspaces, on scratch alone.
+            self._round()
+            self._clear()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.out = self._round()
+
+    def load(self, batch: Batch) -> None:
+        """Take over a batch of at most `size` sequences; the rest is padding."""
+        rows = list(range(batch.size)) + [0] * (self.size - batch.size)
+        full = self._padded(batch.keep(rows))
+        _copy(full, self.state)
+        self.active.zero_()
+        self.active[: batch.size] = 1
+        self._clear(batch.size)
+
+    def unload(self, size: int) -> Batch:
+        """The first `size` sequences as they are after the rounds launched so far."""
+        batch = self.state.keep(list(range(size)))
+        batch.sampling = replace(batch.sampling)
+        return batch
+
+    def _round(self) -> Tensor:
+        """Run a round on the fixed tensors and leave its state in them.
+
+        Returns:
+            [size, (K + 1) + 1 + K + 1] int64: tokens, accepted, drafts, broken.
+        """
+        work = replace(self.state)
+        result = decode_round(self.runner, self.cache, work)
+        out = torch.cat(
+            (result.tokens, result.accepted[:, None], result.drafts, result.broken[:, None].to(torch.int64)), 1
+        )
+        work.lengths = work.lengths * self.active
+        work.committed = work.committed * self.active + (1 - self.active)
+        _copy(work, self.state, sampling=False)
+        return out
+
+    def _clear(self, first: int = 0) -> None:
+        """Point the sequences from `first` on at scratch."""
+        state = self.state
+        state.lengths[first:] = 0
+        state.committed[first:] = 1
+        state.table[first:] = self.page
+        state.slots[first:] = self.slot
+
+    def _padded(self, batch: Batch) -> Batch:
+        width = self.cache.table_width
+        return replace(batch, table=F.pad(batch.table, (0, width - batch.table.shape[1])), bound=0)
+
+
+def _copy(source: Batch, to: Batch, *, sampling: bool = True) -> None:
+    for name in ("lengths", "bonus", "drafts", "draft_probs", "committed"):
+        value = getattr(source, name)
+        if value is not None:
+            getattr(to, name).copy_(value)
+    if sampling:
+        to.table.copy_(source.table)
+        to.slots.copy_(source.slots)
+        to.sampling.params = source.sampling.params
+        for f in fields(SamplingState):
+            value = getattr(source.sampling, f.name)
+            if isinstance(value, Tensor):
+                getattr(to.sampling, f.name).copy_(value)
+
+
+class GraphExecutor:
+    """Runs the rounds of a changing batch as graphs.
+
+    Args:
+        runner, cache: what rounds run on; one page and one slot of the cache are kept for padding.
+    """
+
+    def __init__(self, runner: Runner, cache: Cache) -> None:
+        self.runner, self.cache = runner, cache
+        pages, self.slot = cache.take(1)
+        self.page = pages[0]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.captured: dict[tuple[object, ...], Captured] = {}
+        self.now: Captured | None = None
+        self.size = 0
+        self.flight: deque[tuple[torch.cuda.Event, Tensor, int, int]] = deque()
+        self.free: list[Tensor] = []
+
+    @staticmethod
+    def covers(plan: Plan) -> bool:
+        """Whether a batch's sampling has fixed shapes: no bias and no minimum length."""
+        return not (plan.bias or plan.min_tokens)
+
+    @torch.inference_mode()
+    def load(self, batch: Batch) -> None:
+        """Make a batch the one that rounds run on; its tensors are copied."""
+        size = bucket_of(batch.size)
+        plan = replace(batch.sampling.plan, largest=0)
+        key = (size, batch.draft_tokens, plan, batch.draft_probs is None, batch.sampling.stop_ids.shape[1])
+        if key not in self.captured:
+            self.captured[key] = Captured(self.runner, self.cache, size, batch, self.page, self.slot, self.pool)
+        self.now, self.size = self.captured[key], batch.size
+        self.now.load(batch)
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Start a round; the host goes on."""
+        assert self.now is not None
+        assert len(self.flight) < IN_FLIGHT
+        self.now.graph.replay()
+        out = self.now.out
+        host = next((h for h in self.free if h.shape == out.shape), None)
+        if host is None:
+            host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        else:
+            self.free.remove(host)
+        host.copy_(out, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.flight.append((event, host, self.size, self.now.state.draft_tokens))
+
+    def collect(self) -> HostRound:
+        """Wait for the oldest round launched and bring its outcome to the host."""
+        event, host, size, k = self.flight.popleft()
+        event.synchronize()
+        rows: Sequence[list[int]] = host[:size].tolist()
+        self.free.append(host)
+        return HostRound(
+            [row[: k + 1] for row in rows],
+            [row[k + 1] for row in rows],
+            [row[k + 2 : 2 * k + 2] for row in rows],
+            [bool(row[2 * k + 2]) for row in rows],
+        )
+
+    @torch.inference_mode()
+    def unload(self) -> Batch:
+        """The batch as the rounds launched so far leave it."""
+        assert self.now is not None
+        return self.now.unload(self.size)

@@ -1,0 +1,160 @@
+"""Graphs on a GPU: the same tokens as eager rounds, bit for bit, and draft steps that write only draft keys and values."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nextn.checkpoint.source import open_checkpoint
+from nextn.engine.batch import Batch, join
+from nextn.engine.cache import Cache
+from nextn.engine.fused import FusedRunner
+from nextn.engine.graphs import GraphExecutor, HostRound, bucket_of
+from nextn.engine.prefill import prefill
+from nextn.engine.round import decode_round
+from nextn.engine.sampling import SamplingParams, SamplingState
+from nextn.models.decoder import Decoder, Drafter
+from nextn.models.load import load_decoder, load_drafter
+from tests.oracle.checkpoints import make_checkpoint
+
+CUDA = torch.device("cuda")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 7], [30] * 21]
+SIZES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "vocab_size": 1009}
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def test_buckets() -> None:
+    assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 32, 33)] == [1, 2, 4, 4, 8, 32, 64]
+
+
+@functools.cache
+def models(dtype: torch.dtype) -> tuple[Decoder, Drafter]:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(make_checkpoint(Path(folder), "qwen3_5", **SIZES))
+        target, _ = load_decoder(checkpoint, dtype=dtype, device=CUDA)
+        return target, load_drafter(checkpoint, dtype=dtype, device=CUDA)[0]
+
+
+def start(
+    dtype: torch.dtype, k: int, *, separate: bool = False, temperature: float = 0.0
+) -> tuple[FusedRunner, Cache, Batch]:
+    """A cache with the prompts prefilled, and their batch."""
+    target, draft = models(dtype)
+    cache = Cache(target.config, pages=60, page_size=16, sequences=6, rows=k + 1, dtype=dtype, device=CUDA)
+    runner = FusedRunner(target, draft if separate else target, cache, longest=200)
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=100) for i in range(len(PROMPTS))]
+    sampling = SamplingState.build(params, PROMPTS, vocab_size=target.config.vocab, device=CUDA)
+    batches = []
+    with torch.inference_mode():
+        for i, prompt in enumerate(PROMPTS):
+            pages, slot = cache.take(200)
+            batch, _ = prefill(runner, cache, [prompt], [pages], [slot], sampling.select([i]), k=k, chunk=8)
+            batches.append(batch)
+        batch = join(batches, sampling)
+        batch.sampling.commit(batch.bonus[:, None], torch.ones_like(batch.bonus))
+    return runner, cache, batch
+
+
+def eager(runner: FusedRunner, cache: Cache, batch: Batch, rounds: int) -> list[HostRound]:
+    out = []
+    with torch.inference_mode():
+        for _ in range(rounds):
+            r = decode_round(runner, cache, batch)
+            out.append(HostRound(r.tokens.tolist(), r.accepted.tolist(), r.drafts.tolist(), r.broken.tolist()))
+    return out
+
+
+def graphed(runner: FusedRunner, cache: Cache, batch: Batch, rounds: int) -> tuple[GraphExecutor, list[HostRound]]:
+    executor = GraphExecutor(runner, cache)
+    executor.load(batch)
+    out = []
+    executor.launch()
+    for _ in range(rounds - 1):
+        executor.launch()
+        out.append(executor.collect())
+    out.append(executor.collect())
+    return executor, out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_graphs_equal_eager_rounds(dtype: torch.dtype, k: int, temperature: float) -> None:
+    expected = eager(*start(dtype, k, temperature=temperature), 12)
+    _, got = graphed(*start(dtype, k, temperature=temperature), 12)
+    assert got == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_separate_draft_gives_the_same_drafts(dtype: torch.dtype) -> None:
+    _, native = graphed(*start(dtype, 3), 12)
+    _, separate = graphed(*start(dtype, 3, separate=True), 12)
+    assert native == separate
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_membership_changes_between_launches(dtype: torch.dtype) -> None:
+    """Sequences leave while a round is in flight; the others go on as if they had been alone."""
+    expected = eager(*start(dtype, 3), 12)
+    runner, cache, batch = start(dtype, 3)
+    executor, first = graphed(runner, cache, batch, 5)
+    executor.load(executor.unload().keep([0, 2]))
+    executor.launch()
+    rest = []
+    for _ in range(6):
+        executor.launch()
+        rest.append(executor.collect())
+    rest.append(executor.collect())
+    assert first == expected[:5]
+    for r, e in zip(rest, expected[5:], strict=True):
+        assert (r.tokens, r.accepted) == ([e.tokens[0], e.tokens[2]], [e.accepted[0], e.accepted[2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draft_work_writes_only_draft_pools(dtype: torch.dtype) -> None:
+    """Extend and draft steps, captured: every target buffer keeps its bytes, and so do pages of nobody's."""
+    from nextn.engine.contexts import Rows
+    from nextn.engine.round import draft_tokens
+
+    runner, cache, batch = start(dtype, 3)
+    target = [cache.k, cache.v, cache.states, cache.conv]
+    owned = set(batch.table.flatten().tolist())
+    guard = torch.tensor([p for p in range(cache.k.shape[1]) if p not in owned], device=CUDA)
+    for pool in (*target[:2], cache.draft_k, cache.draft_v):
+        pool[:, guard] = torch.randn_like(pool[:, guard])
+    hidden = torch.randn(batch.size, 4, runner.target.config.hidden, dtype=dtype, device=CUDA)
+    tokens = torch.randint(0, 1009, (batch.size, 4), device=CUDA)
+
+    def work() -> None:
+        positions = (batch.lengths[:, None] + torch.arange(4, device=CUDA)).contiguous()
+        where = Rows(cache, batch.table, positions, 0, batch.slots, batch.committed)
+        out, recycled = runner.head_rows(tokens, hidden, where)
+        draft_tokens(runner, cache, replace(batch), out[:, -1:], recycled[:, -1:], 3, bound=0)
+
+    with torch.inference_mode():
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        before = [p.clone() for p in target]
+        guards = [cache.draft_k[:, guard].clone(), cache.draft_v[:, guard].clone()]
+        drafts = cache.draft_k.clone()
+        cache.draft_k[:, batch.table[:, 0]] = 0
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(before, target, strict=True))
+    assert torch.equal(guards[0], cache.draft_k[:, guard])
+    assert torch.equal(guards[1], cache.draft_v[:, guard])
+    assert not torch.equal(drafts, cache.draft_k)
