@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nextn import __version__
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -37,7 +39,7 @@ ENGINE: dict[str, Engine] = {
     "transformers": Engine("transformers", "5.24.0", ("5.24.0",), "5.14", "source"),
     "llamacpp": Engine("llama.cpp", "b10800", (), "b9180", "documentation"),
     "tensorrt_llm": Engine("TensorRT-LLM", "1.2", (), "", "documentation"),
-    "nextn": Engine("nextn", "0.1.0", ("0.1.0",), "", "own code"),
+    "nextn": Engine("nextn", __version__, (__version__,), "", "own code"),
 }
 
 
