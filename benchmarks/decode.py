@@ -62,7 +62,7 @@ def config_of(g: Geometry) -> dict[str, Any]:
 def random_model(g: Geometry) -> Decoder:
     """Weights that keep activations in range."""
     model = build(decoder_config(config_of(g)), dtype=torch.bfloat16, device=CUDA)
-    for name, param in model.named_parameters():
+    for param in model.parameters():
         if param.dim() == 2:
             param.normal_(0, param.shape[1] ** -0.5)
         else:

@@ -103,3 +103,19 @@ def test_help_starts_without_torch_or_transformers() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_defect_is_two_sentences_unless_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("somewhere inside")
+
+    monkeypatch.setattr("nextn.cli._load", lambda target: broken)
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[0] == "error: ZeroDivisionError: somewhere inside"
+    monkeypatch.setenv("NEXTN_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["inspect"])

@@ -315,6 +315,7 @@ class Run:
             ids: Sequence[int] = tokenizer.encode(prompt)
         else:
             ids = list(prompt)
+        self.engine.room(ids)
         text = TextStream(tokenizer, prompt_ids=ids, stop=params.stop, min_tokens=params.min_tokens)
         return Request(ids, params, frozenset(self.model.defaults.eos_ids), text)
 

@@ -1,4 +1,4 @@
-"""Graphs on a GPU: the same tokens as eager rounds, bit for bit, and draft steps that write only draft keys and values."""
+"""Graphs on a GPU: the tokens of eager rounds, bit for bit, and draft steps that write only draft keys and values."""
 
 from __future__ import annotations
 

@@ -272,22 +272,29 @@ class Engine:
         self.stats.decode_seconds += time.perf_counter() - started
         return news
 
-    def _admit(self, index: int, request: Request) -> Running:
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that can follow a prompt in the model's context.
+
+        Raises:
+            NextnError: an empty prompt, an id outside the vocabulary, or no room at all.
+        """
         config = self.target.config
-        if not request.prompt:
+        if not prompt:
             raise NextnError("The prompt is empty.", "Give at least one token.")
-        odd = next((t for t in request.prompt if not 0 <= t < config.vocab), None)
+        odd = next((t for t in prompt if not 0 <= t < config.vocab), None)
         if odd is not None:
             raise NextnError(
                 f"Token id {odd} is not in the vocabulary of {config.vocab}.", "Encode the prompt for this model."
             )
-        room = config.max_positions - len(request.prompt)
-        if room < 1:
+        if len(prompt) >= config.max_positions:
             raise NextnError(
-                f"The prompt has {len(request.prompt)} tokens; the model's context is {config.max_positions}.",
+                f"The prompt has {len(prompt)} tokens; the model's context is {config.max_positions}.",
                 "Shorten the prompt.",
             )
-        wanted = request.params.max_tokens
+        return config.max_positions - len(prompt)
+
+    def _admit(self, index: int, request: Request) -> Running:
+        room, wanted = self.room(request.prompt), request.params.max_tokens
         return Running(index, request, room if wanted is None else min(room, wanted))
 
     def _groups(self, sequences: Sequence[Running]) -> Iterator[list[Running]]:
