@@ -6,6 +6,7 @@ Only the command that is asked for is imported, so that `nextn inspect` starts w
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("nextn.inspect.command:inspect", "Say what MTP head a checkpoint carries and which engines run it."),
     "merge": ("nextn.surgery.command:merge", "Put an MTP head into a checkpoint, quantised or not."),
     "train": ("nextn.train.command:train", "Train an MTP head the way an engine runs it."),
+    "regenerate": (
+        "nextn.train.regenerate_command:regenerate",
+        "Write training data that the target answered itself, from prompts.",
+    ),
     "verify": (
         "nextn.verify.command:verify",
         "Prove that a head is whole, that an engine loads it, and that it is wired right.",
@@ -83,6 +88,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        # The reader (head, less) has what it wanted; nothing more can be printed, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        if "NEXTN_TRACEBACK" in os.environ:
+            raise
+        print(f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)
+        print("       This is a defect of nextn; run again with NEXTN_TRACEBACK=1 and report it.", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
