@@ -113,9 +113,9 @@ def test_a_defect_is_two_sentences_unless_asked_for(
 
     monkeypatch.setattr("nextn.cli._load", lambda target: broken)
     with pytest.raises(SystemExit) as ended:
-        main(["inspect"])
+        cli.main(["inspect"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[0] == "error: ZeroDivisionError: somewhere inside"
     monkeypatch.setenv("NEXTN_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
-        main(["inspect"])
+        cli.main(["inspect"])
