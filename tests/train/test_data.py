@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from nextn.errors import NextnError
 from nextn.train.data import Batches, batches
-from nextn.train.documents import DataReport, LineReader, MalformedError
+from nextn.train.documents import LineReader
+from nextn.train.formats import DataReport, MalformedError
 from nextn.train.lines import Lines
 from nextn.train.packing import PackedBatch
 from tests.train.chats import PLAIN, chat_tokenizer

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from nextn.errors import NextnError
-from nextn.train.documents import DataReport, LineReader, MalformedError
+from nextn.train.documents import LineReader
+from nextn.train.formats import DataReport, MalformedError
 from nextn.train.lines import Lines
 from nextn.train.packing import Document, PackedBatch, bins, pack
 

@@ -1,0 +1,195 @@
+"""Ask an OpenAI-compatible server for answers, with retries, and with token ids where it gives them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nextn.errors import NextnError
+from nextn.train.dialogue import Answer, Dialogue, RefusedError
+
+RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
+"""HTTP status codes after which the same request may succeed."""
+LONGEST_WAIT_SECONDS = 60.0
+
+
+class Endpoint:
+    """A server and how to ask it. May be used from several threads.
+
+    Args:
+        url: ``http://host:8000`` or with its path, as in ``https://host/v1``.
+        model: its name there; None asks the server for its only one.
+        api_key: sent as a bearer token.
+        options: sampling fields of the requests.
+        retries: further attempts after one that failed.
+        timeout_seconds: of one attempt.
+        sleep: waits between attempts.
+    Raises:
+        NextnError: a URL that is none, a server that does not answer or serves no model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        retries: int = 5,
+        timeout_seconds: float = 600.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise NextnError(f"{url[:80]!r} is no address of a server.", "Give a URL like http://localhost:8000.")
+        self.url = url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._options = dict(options or {})
+        self._retries, self._timeout, self._sleep = retries, timeout_seconds, sleep
+        self._ids: bool | None = None
+        self.model = model or self._only_model()
+
+    def _only_model(self) -> str:
+        try:
+            listed = self._send("models", None)
+            names = [str(m["id"]) for m in listed["data"]]
+        except (RefusedError, KeyError, TypeError):
+            raise NextnError(f"{self.url} does not list its models.", "Name one with --served-model.") from None
+        if len(names) != 1:
+            told = ", ".join(names[:8]) or "none"
+            raise NextnError(f"{self.url} serves {len(names)} models ({told}).", "Name one with --served-model.")
+        return names[0]
+
+    def ask(self, dialogue: Dialogue, seed: int | None) -> Answer:
+        """The answer that a dialogue waits for.
+
+        Raises:
+            RefusedError: the server refuses this prompt.
+            NextnError: it does not answer at all, or refuses everything (key, address, model).
+        """
+        body: dict[str, Any] = {"model": self.model, **self._options}
+        if seed is not None:
+            body["seed"] = seed
+        if dialogue.prompt is not None:
+            return _completion(self._ask("completions", {**body, "prompt": dialogue.prompt}))
+        body["messages"] = dialogue.messages
+        if dialogue.line.get("tools"):
+            body["tools"] = dialogue.line["tools"]
+        if dialogue.line.get("chat_template_kwargs"):
+            body["chat_template_kwargs"] = dialogue.line["chat_template_kwargs"]
+        return _chat(self._ask("chat/completions", body))
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Send with the request for token ids, which vLLM and SGLang know; without it once a server refuses it."""
+        if self._ids is False:
+            return self._send(path, body)
+        try:
+            told = self._send(path, {**body, "return_token_ids": True})
+        except RefusedError:
+            if self._ids:
+                raise
+            told = self._send(path, body)
+            self._ids = False
+            return told
+        self._ids = True
+        return told
+
+    def _send(self, path: str, body: dict[str, Any] | None) -> Any:
+        """The JSON of an answer, after as many attempts as allowed."""
+        request = urllib.request.Request(
+            f"{self.url}/{path}", None if body is None else json.dumps(body).encode(), self._headers
+        )
+        for attempt in range(self._retries + 1):
+            wait = min(0.5 * 2**attempt, LONGEST_WAIT_SECONDS) * (0.5 + random.random() / 2)
+            try:
+                with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                    return json.loads(response.read())
+            except urllib.error.HTTPError as error:
+                said = _reason(error)
+                if error.code in (401, 403, 404):
+                    raise NextnError(
+                        f"{self.url}/{path} answers {error.code}: {said}.", "Check the address, the key and the model."
+                    ) from None
+                if error.code not in RETRIED:
+                    raise RefusedError(f"{error.code}: {said}") from None
+                problem = f"{error.code}: {said}"
+                wait = max(wait, _asked_wait(error))
+            except (OSError, http.client.HTTPException) as error:
+                problem = str(getattr(error, "reason", None) or error) or type(error).__name__
+            except ValueError:
+                problem = "not JSON"
+            if attempt < self._retries:
+                self._sleep(wait)
+        raise NextnError(
+            f"{self.url}/{path} does not answer ({problem}).", "Check the server, then run again: it goes on."
+        )
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What a server says with an error status, in one line."""
+    try:
+        body = error.read().decode("utf-8", "replace")
+        told = json.loads(body)
+        inner = told.get("error", told) if isinstance(told, dict) else told
+        body = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    except (ValueError, OSError):
+        body = str(error.reason)
+    return " ".join(body.split())[:200].rstrip(".")
+
+
+def _asked_wait(error: urllib.error.HTTPError) -> float:
+    """Seconds of a Retry-After header, 0 without one."""
+    try:
+        return min(float(error.headers.get("Retry-After", 0)), LONGEST_WAIT_SECONDS)
+    except ValueError:
+        return 0.0
+
+
+def _chat(told: Any) -> Answer:
+    choice = _choice(told)
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise RefusedError("an answer without a message")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return _answer(
+        told, choice, message.get("content") or "", reasoning=reasoning, tool_calls=message.get("tool_calls")
+    )
+
+
+def _completion(told: Any) -> Answer:
+    choice = _choice(told)
+    return _answer(told, choice, str(choice.get("text", "")))
+
+
+def _choice(told: Any) -> dict[str, Any]:
+    try:
+        choice = told["choices"][0]
+    except (KeyError, IndexError, TypeError):
+        raise RefusedError("an answer without choices") from None
+    if not isinstance(choice, dict):
+        raise RefusedError("an answer without choices")
+    return choice
+
+
+def _answer(told: Any, choice: dict[str, Any], text: str, **more: Any) -> Answer:
+    """vLLM gives ``prompt_token_ids`` beside the choices and ``token_ids`` in each; SGLang's chat gives both in the
+    choice, the second as ``response_token_ids`` (their ``protocol.py``)."""
+    usage = told.get("usage")
+    ids = choice.get("token_ids") or choice.get("response_token_ids")
+    return Answer(
+        text,
+        "length" if choice.get("finish_reason") == "length" else "stop",
+        prompt_ids=choice.get("prompt_token_ids") or told.get("prompt_token_ids"),
+        token_ids=ids,
+        tokens=int((usage.get("completion_tokens") if isinstance(usage, dict) else 0) or len(ids or ())),
+        **more,
+    )

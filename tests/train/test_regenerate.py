@@ -1,0 +1,379 @@
+"""The target answers prompts itself, locally or through a server, each once, whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nextn.api import Model, generate, load
+from nextn.cli import main
+from nextn.errors import NextnError
+from nextn.train.answers_file import AnswersFile, digest
+from nextn.train.dialogue import Answer, Dialogue, RefusedError
+from nextn.train.documents import LineReader
+from nextn.train.endpoint import Endpoint
+from nextn.train.formats import DataReport, MalformedError
+from nextn.train.local_answers import answer_locally
+from tests.engine.tokenizers_made import byte_level, write_folder
+from tests.oracle.checkpoints import make_checkpoint
+from tests.train.chats import OPENED, PLAIN
+from tests.train.stub_server import Stub, stub_server
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def run(words: list[str], code: int = 0) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["regenerate", *words])
+    assert (ended.value.code or 0) == code
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+# Dialogues
+
+
+def test_answers_replace_the_assistants_turns_one_by_one() -> None:
+    line = {
+        "messages": [{"role": "system", "content": "s"}, user("a"), said("old"), user("b"), said("old")],
+        "domain": "d",
+    }
+    dialogue = Dialogue.begin(0, line, chat=False)
+    assert dialogue.messages == [{"role": "system", "content": "s"}, user("a")]
+    assert dialogue.take(Answer("1", "stop"))
+    assert dialogue.messages[1:] == [user("a"), said("1"), user("b")]
+    assert not dialogue.take(Answer("2", "stop", reasoning="why"))
+    assert dialogue.result() == {
+        "domain": "d",
+        "finish_reason": "stop",
+        "messages": [*line["messages"][:2], said("1"), user("b"), {**said("2"), "reasoning_content": "why"}],
+    }
+
+
+def test_a_last_question_is_answered_and_a_cut_answer_ends_the_conversation() -> None:
+    dialogue = Dialogue.begin(0, {"conversations": [{"from": "human", "value": "a"}]}, chat=False)
+    assert not dialogue.take(Answer("1", "stop"))
+    assert dialogue.result()["messages"] == [user("a"), said("1")]
+    long = Dialogue.begin(0, {"messages": [user("a"), said("x"), user("b")]}, chat=False)
+    assert not long.take(Answer("1", "length"))
+    assert long.result()["messages"] == [user("a"), said("1")]
+
+
+def test_calls_that_a_tool_answered_stay() -> None:
+    tool = {"role": "tool", "content": "42"}
+    dialogue = Dialogue.begin(0, {"messages": [user("a"), said("call"), tool, said("old")]}, chat=False)
+    assert dialogue.messages == [user("a"), said("call"), tool]
+    assert not dialogue.take(Answer("1", "stop"))
+    assert dialogue.result()["messages"] == [user("a"), said("call"), tool, said("1")]
+
+
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 9), min_size=1, max_size=4), st.lists(st.integers(0, 9), max_size=4), st.booleans()
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_ids_are_kept_as_they_were_and_shared_where_the_prompt_goes_on(
+    turns: list[tuple[list[int], list[int], bool]],
+) -> None:
+    """Each turn's prompt begins with all ids before it, or is a new text: then it is a document of its own."""
+    dialogue = Dialogue.begin(0, {"messages": [m for _ in turns for m in (user("q"), said("a"))]}, chat=False)
+    expected: list[tuple[list[int], list[int]]] = []
+    for turn, (new, answer, goes_on) in enumerate(turns):
+        before, mask = expected.pop() if expected and goes_on else ([], [])
+        prompt = [*before, *new] if goes_on else [77 + turn, *new]
+        if not goes_on:
+            before, mask = [], []
+        dialogue.take(Answer("t", "stop", prompt, answer))
+        expected.append(([*prompt, *answer], [*mask, *[0] * (len(prompt) - len(mask)), *[1] * len(answer)]))
+    found = dialogue.result()
+    parts = found.get("documents", [found])
+    assert [(p["input_ids"], p["loss_mask"]) for p in parts] == expected
+
+
+@pytest.mark.parametrize("line", [{}, {"text": ""}, {"messages": [said("a")]}, {"input_ids": ["a"]}, {"messages": []}])
+def test_lines_that_ask_nothing_are_malformed(line: dict[str, Any]) -> None:
+    with pytest.raises(MalformedError):
+        Dialogue.begin(0, line, chat=False)
+
+
+# The file
+
+
+@given(cut=st.integers(0, 400))
+def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("out") / "a.jsonl"
+    names = [digest(b"%d" % n, {}) for n in range(4)]
+    with AnswersFile(path, lambda n: names[n]) as answers:
+        for n in (2, 0, 3, 1):
+            answers.append(n, names[n], {"text": "é\ud800}\n" * n})
+    raw = path.read_bytes()
+    path.write_bytes(raw[: min(cut, len(raw))])
+    whole = raw[:cut].count(b"\n")
+    with AnswersFile(path, lambda n: names[n]) as answers:
+        assert answers.done == set([2, 0, 3, 1][:whole])
+        for n in set(range(4)) - answers.done:
+            answers.append(n, names[n], {"text": ""})
+    assert sorted(line["line"] for line in read(path)) == [0, 1, 2, 3]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    foreign = write(tmp_path / "a.jsonl", [{"text": "mine"}])
+    with pytest.raises(NextnError, match="not a file of answers"):
+        AnswersFile(foreign, lambda n: None)
+    assert foreign.read_text() == '{"text": "mine"}\n'
+    path = tmp_path / "b.jsonl"
+    name = digest(b"prompt", {"temperature": 0})
+    with AnswersFile(path, lambda n: name) as held:
+        held.append(0, name, {})
+        with pytest.raises(NextnError, match="Another process"):
+            AnswersFile(path, lambda n: name)
+    for other in (digest(b"prompt", {"temperature": 1}), digest(b"other", {"temperature": 0}), None):
+        with pytest.raises(NextnError, match="other prompts"):
+            AnswersFile(path, lambda n, other=other: other)  # type: ignore[misc]
+
+
+# A server
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with stub_server() as server:
+        yield server
+
+
+def endpoint(stub: Stub, **options: Any) -> tuple[Endpoint, list[float]]:
+    waits: list[float] = []
+    return Endpoint(stub.url, sleep=waits.append, **options), waits
+
+
+@pytest.mark.parametrize("ids", ["vllm", "sglang", None])
+def test_conversations_by_a_server(stub: Stub, tmp_path: Path, ids: str | None) -> None:
+    stub.ids = ids
+    prompts = write(
+        tmp_path / "p.jsonl",
+        [
+            {"messages": [user("a"), said("old"), user("b"), said("old")], "domain": "chat"},
+            {"prompt": "go on"},
+            {"messages": [user("too long")]},
+            "nonsense",
+        ],
+    )
+    out = tmp_path / "o.jsonl"
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--temperature", "0.5"], code=1)
+    by_line = {line["line"]: line for line in read(out)}
+    assert set(by_line) == {0, 1}
+    chat, text = by_line[0], by_line[1]
+    assert chat["messages"] == [user("a"), said("echo: a"), user("b"), said("echo: b")]
+    assert (chat["domain"], chat["finish_reason"]) == ("chat", "stop")
+    assert text["text"] == "go onecho: go on"
+    if ids is None:
+        assert "input_ids" not in chat
+        assert sum("return_token_ids" in body for body in stub.bodies) <= 4
+    else:
+        assert bytes(chat["input_ids"]).decode() == "aecho: abecho: b"
+        assert chat["loss_mask"] == [0] + [1] * 7 + [0] + [1] * 7
+        assert bytes(text["input_ids"]).decode() == text["text"]
+        assert text["loss_mask"] == [0] * 5 + [1] * 11
+    assert all(body["temperature"] == 0.5 and body["model"] == "stub" for body in stub.bodies)
+    before = out.read_bytes()
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--temperature", "0.5"], code=1)
+    assert out.read_bytes() == before
+    assert stub.asked == {"a": 1, "b": 1, "go on": 1}
+
+
+def test_concurrency_is_used_and_bounded(stub: Stub, tmp_path: Path) -> None:
+    stub.delay = 0.05
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(24)])
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(tmp_path / "o.jsonl"), "--concurrency", "6"])
+    assert 3 <= stub.most <= 6
+    assert sorted(line["line"] for line in read(tmp_path / "o.jsonl")) == list(range(24))
+
+
+def test_failures_are_tried_again_with_longer_waits(stub: Stub) -> None:
+    asker, waits = endpoint(stub, retries=5)
+    stub.failures = [500, 0, 503, 429]
+    assert asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None).text == "echo: x"
+    assert [0.25 <= waits[0] <= 0.5, 0.5 <= waits[1] <= 1, 1 <= waits[2] <= 2, waits[3] == 7] == [True] * 4
+    stub.failures = [500] * 9
+    with pytest.raises(NextnError, match=r"mood 500.*run again"):
+        asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None)
+    assert len(stub.failures) == 3
+
+
+def test_a_refused_prompt_is_not_a_refused_run(stub: Stub) -> None:
+    asker, waits = endpoint(stub, api_key="k")
+    with pytest.raises(RefusedError, match="context length exceeded"):
+        asker.ask(Dialogue.begin(0, {"prompt": "too long"}, chat=False), None)
+    stub.key = "other"
+    with pytest.raises(NextnError, match="wrong key"):
+        asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None)
+    assert waits == []
+    stub.models = ["a", "b"]
+    with pytest.raises(NextnError, match=r"2 models \(a, b\)"):
+        Endpoint(stub.url)
+    with pytest.raises(NextnError, match="no address"):
+        Endpoint("localhost:8000")
+
+
+def test_a_seed_gives_every_answer_its_own(stub: Stub, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.jsonl", [{"messages": [user("a"), said("x"), user("b")]}, {"prompt": "c"}])
+    for name in ("1", "2"):
+        run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(tmp_path / name), "--seed", "5"])
+    seeds = sorted(body["seed"] for body in stub.bodies)
+    assert len(set(seeds)) == 3
+    assert seeds[::2] == seeds[1::2]
+
+
+def test_killed_in_the_middle_every_prompt_is_answered_once(stub: Stub, tmp_path: Path) -> None:
+    stub.delay = 0.05
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(30)])
+    out = tmp_path / "o.jsonl"
+    words = ["regenerate", "--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--concurrency", "3"]
+    process = subprocess.Popen([sys.executable, "-m", "nextn.cli", *words], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while (not out.is_file() or out.read_bytes().count(b"\n") < 5) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    survived = read(out)
+    assert 5 <= len(survived) < 30
+    stub.delay = 0
+    run(words[1:])
+    assert read(out)[: len(survived)] == survived
+    assert sorted(line["line"] for line in read(out)) == list(range(30))
+    assert max(stub.asked[f"p{line['line']}"] for line in survived) == 1
+
+
+# The local engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3_5", vocab_size=420)
+    return write_folder(made, byte_level(), {"eos_token": "<|end|>"}, PLAIN)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load(folder)
+
+
+def test_the_local_engine_answers_what_generate_answers(folder: Path, model: Model, tmp_path: Path) -> None:
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    prompts = write(
+        tmp_path / "p.jsonl",
+        [
+            {"messages": [user("Why?"), said("old"), user("And?"), said("old")]},
+            {"text": "def accept("},
+            {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "domain": "ids"},
+            {"input_ids": [5] * 600},
+            {"input_ids": [420]},
+        ],
+    )
+    out = tmp_path / "o.jsonl"
+    words = [str(folder), "--prompts", str(prompts), "--out", str(out), "--max-tokens", "6", "--temperature", "0"]
+    run([*words, "--batch", "2"], code=1)
+    lines = {line["line"]: line for line in read(out)}
+    assert set(lines) == {0, 1, 2}
+
+    def answer(ids: list[int]) -> list[int]:
+        return generate(model, ids, max_tokens=6, temperature=0.0).tokens
+
+    first = tokenizer.encode_chat([user("Why?")])
+    one = answer(first)
+    # A greedy answer of a random model does not end: it is cut at its length, and so is the conversation.
+    assert lines[0]["finish_reason"] == "length"
+    assert lines[0]["messages"] == [user("Why?"), said(tokenizer.decode(one))]
+    assert (lines[0]["input_ids"], lines[0]["loss_mask"]) == (first + one, [0] * len(first) + [1] * 6)
+    text = tokenizer.encode("def accept(")
+    assert lines[1]["input_ids"] == text + answer(text)
+    assert lines[1]["text"] == "def accept(" + tokenizer.decode(answer(text))
+    assert lines[2]["input_ids"] == [5, 6, *answer([5, 6])]
+    assert (lines[2]["loss_mask"], lines[2]["domain"]) == ([0, 0] + [1] * 6, "ids")
+    reader = LineReader(tokenizer, vocab=420, max_length=64)
+    for raw in out.read_bytes().splitlines():
+        [document] = reader.read(raw, DataReport())
+        assert list(document.ids) == json.loads(raw)["input_ids"]
+
+
+def test_later_turns_see_the_answers_before_them(model: Model) -> None:
+    """With the third token of the first answer as the end token, the conversation goes on after it."""
+    assert model.tokenizer is not None
+    ids = model.tokenizer.encode_chat([user("Why?")])
+    end = generate(model, ids, max_tokens=3, temperature=0.0).tokens[-1]
+    short = replace(model, defaults=replace(model.defaults, eos_ids=(end,)))
+    options = {"max_tokens": 9, "temperature": 0.0}
+    lines = [{"messages": [user("Why?"), said("x"), user("And?"), said("x")]}, {"messages": [user("Who?")]}]
+    dialogues = [Dialogue.begin(n, line, chat=False) for n, line in enumerate(lines)]
+    over = list(answer_locally(short, dialogues, at_once=2, options=options))
+    assert {d.number: problem for d, problem in over} == {0: None, 1: None}
+    one = generate(short, ids, **options)
+    assert len(one.tokens) == 3
+    assert one.text
+    second = model.tokenizer.encode_chat([user("Why?"), said(one.text), user("And?")])
+    two = generate(short, second, **options)
+    found = dialogues[0].result()
+    assert found["messages"][1::2] == [said(one.text), said(two.text or "")]
+    assert found["documents"] == [
+        {"input_ids": ids + one.tokens, "loss_mask": [0] * len(ids) + [1] * 3},
+        {"input_ids": second + two.tokens, "loss_mask": [0] * len(second) + [1] * len(two.tokens)},
+    ]
+
+
+def test_thinking_that_the_template_opened_is_part_of_the_answer(folder: Path, tmp_path: Path) -> None:
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    for file in folder.iterdir():
+        (opened / file.name).symlink_to(file)
+    (opened / "chat_template.jinja").unlink()
+    (opened / "chat_template.jinja").write_text(OPENED)
+    prompts = write(tmp_path / "p.jsonl", [{"text": "Why?"}])
+    out = tmp_path / "o.jsonl"
+    run([str(opened), "--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--chat"])
+    [line] = read(out)
+    assert line["messages"][1]["content"].startswith("<think>\n")
+    assert sum(line["loss_mask"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "No prompts"),
+        (["m", "--endpoint", "http://x", "--prompts", "p", "--out", "o"], "Both a model"),
+        (["--prompts", "p", "--out", "o", "--batch", "0"], "--batch is 0"),
+        (["--prompts", "absent", "--out", "o"], "no data file"),
+    ],
+)
+def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(words, code=2)
+    assert message in capsys.readouterr().err
