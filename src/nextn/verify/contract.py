@@ -1,0 +1,49 @@
+"""The static check: what the files say, held against the family's contract by the rules of `nextn inspect`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nextn.checkpoint.source import Checkpoint
+from nextn.inspect.examine import Report, examine
+from nextn.inspect.findings import Finding
+
+
+@dataclass(frozen=True)
+class ContractCheck:
+    """A report read as a verdict.
+
+    Attributes:
+        passed: a whole head is there, and nothing about it is an error.
+        problems: findings of severity error; remarks: the others.
+    """
+
+    report: Report
+    passed: bool
+    problems: tuple[Finding, ...]
+    remarks: tuple[Finding, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        facts = self.report.facts
+        return {
+            "passed": self.passed,
+            "complete": facts.complete,
+            "found": facts.found,
+            "expected": len(facts.expected),
+            "missing": list(facts.missing),
+            "problems": [{"code": f.code, "message": f.message, "fix": f.fix} for f in self.problems],
+            "remarks": [{"code": f.code, "severity": f.severity, "message": f.message} for f in self.remarks],
+        }
+
+
+def check_contract(checkpoint: Checkpoint) -> ContractCheck:
+    """Check a checkpoint statically.
+
+    Raises:
+        NextnError: its configuration cannot be understood.
+    """
+    report = examine(checkpoint)
+    problems = tuple(f for f in report.findings if f.severity == "error")
+    remarks = tuple(f for f in report.findings if f.severity != "error")
+    return ContractCheck(report, report.facts.complete and not problems, problems, remarks)
