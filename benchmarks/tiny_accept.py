@@ -16,6 +16,7 @@ import platform
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -52,30 +53,34 @@ def decode(engine: Engine, prompt: list[int], tokens: int) -> tuple[list[int], l
 
 
 def measure(model: Decoder, asked: list[list[int]], tokens: int, longest: int) -> list[dict[str, Any]]:
-    """One entry a draft length from 0 (no head) to `longest`."""
+    """One entry a draft length from 0 (no head) to `longest`.
+
+    Speeds are medians over prompts; `ratio` is the median of each prompt's own ratio to decoding without the head.
+    """
     engines = [Engine(model, draft_tokens=k) for k in range(longest + 1)]
     for engine in engines:
         decode(engine, asked[0], 16)
-        engine.stats.decode_seconds = 0.0
     accepted: list[list[int]] = [[] for _ in engines]
-    produced = [0] * len(engines)
+    seconds: list[list[float]] = [[] for _ in engines]
     same = [0] * len(engines)
     for number, prompt in enumerate(asked):
-        plain: list[int] = []
         turns = range(len(engines)) if number % 2 == 0 else reversed(range(len(engines)))
-        results = {k: decode(engines[k], prompt, tokens) for k in turns}
-        plain = results[0][0]
-        for k, (out, rounds) in results.items():
+        produced = {}
+        for k in turns:
+            engines[k].stats.decode_seconds = 0.0
+            produced[k], rounds = decode(engines[k], prompt, tokens)
+            seconds[k].append(engines[k].stats.decode_seconds)
             accepted[k] += rounds
-            produced[k] += len(out) - 1
-            same[k] += out == plain
-    base = produced[0] / engines[0].stats.decode_seconds
+        for k, out in produced.items():
+            same[k] += out == produced[0]
     rows = []
-    for k, engine in enumerate(engines):
-        rate = produced[k] / engine.stats.decode_seconds
-        row: dict[str, Any] = {"draft_tokens": k, "tokens_per_second": round(rate, 1), "ratio": round(rate / base, 3)}
+    for k, rounds in enumerate(accepted):
+        row: dict[str, Any] = {
+            "draft_tokens": k,
+            "tokens_per_second": round((tokens - 1) / median(seconds[k]), 1),
+            "ratio": round(median(plain / own for plain, own in zip(seconds[0], seconds[k], strict=True)), 3),
+        }
         if k:
-            rounds = accepted[k]
             row |= {
                 "rounds": len(rounds),
                 "accept_length": round(1 + sum(rounds) / len(rounds), 3),

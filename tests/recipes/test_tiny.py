@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from benchmarks.tiny_accept import decode, prompts
 from nextn.assets import embedded_model
 from nextn.checkpoint.source import open_checkpoint
+from nextn.engine.engine import Engine
 from nextn.models.config import decoder_config
 from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder
@@ -333,3 +335,16 @@ def test_shipped_model_knows_held_out_python(shipped: Decoder) -> None:
     found = evaluate(shipped, ids, window=256, batch=4, steps=3, device=CPU, limit=12)
     assert found.loss < 3.0
     assert found.accept_length > 2.0
+
+
+def test_shipped_head_is_accepted_in_decoding(shipped: Decoder) -> None:
+    """Lossless decoding hides a head that is fed wrongly: its tokens stay right and its drafts are refused."""
+    tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+    held_out = [d for d in collect(standard_library()) if d.held_out]
+    with_head, without = Engine(shipped, draft_tokens=3), Engine(shipped, draft_tokens=0)
+    accepted: list[int] = []
+    for prompt in prompts(held_out, tokenizer, 6):
+        tokens, rounds = decode(with_head, prompt, 32)
+        assert tokens == decode(without, prompt, 32)[0]
+        accepted += rounds
+    assert 1 + sum(accepted) / len(accepted) > 2.0
