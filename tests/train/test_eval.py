@@ -30,11 +30,15 @@ def target_logits(model: Decoder, ids: list[int]) -> Tensor:
     return model.logits(hidden[0])
 
 
-def chain_logits(model: Decoder, ids: list[int], chain: int, steps: int) -> list[Tensor]:
+def given_hidden(model: Decoder, ids: list[int]) -> Tensor:
+    """What the target hands the head at each position, [1, tokens, hidden]."""
+    return model.head_hidden(*model(torch.tensor([ids]), SequenceContext(torch.arange(len(ids))[None])))
+
+
+def chain_logits(model: Decoder, ids: list[int], given: Tensor, chain: int, steps: int) -> list[Tensor]:
     """The head's logits of steps 1..K after position `chain`, fed the text's own tokens: whole-sequence forwards."""
     tokens = torch.tensor([ids])
-    post, pre = model(tokens[:, : chain + 1], SequenceContext(torch.arange(chain + 1)[None]))
-    hidden = model.head_hidden(post, pre)
+    hidden = given[:, : chain + 1]
     out = []
     for k in range(1, steps + 1):
         rows = SequenceContext(torch.arange(chain + k)[None])
@@ -60,13 +64,13 @@ def test_measures_equal_chains_drafted_one_by_one(kind: str) -> None:
     own = []
     for d in documents(0):
         ids = list(d.ids)
-        target = target_logits(model, ids)
+        target, given = target_logits(model, ids), given_hidden(model, ids)
         own += [int(target[i - 1].argmax()) == ids[i] for i in range(1, len(ids)) if d.loss_mask[i]]
         for chain in range(len(ids) - steps - 1):
             if not all(d.loss_mask[chain + 1 : chain + steps + 2]):
                 continue
             matches, shares = [], []
-            for k, drafted in enumerate(chain_logits(model, ids, chain, steps)):
+            for k, drafted in enumerate(chain_logits(model, ids, given, chain, steps)):
                 wanted = target[chain + k + 1]
                 matches.append(int(drafted.argmax()) == int(wanted.argmax()))
                 p, q = (wanted / heat).softmax(-1), (drafted / heat).softmax(-1)
@@ -123,10 +127,10 @@ def test_a_reduced_vocabulary_drafts_only_its_ids() -> None:
     model, ids = decoder("qwen3", vocab=FEW), torch.tensor([0, 2])
     [document] = documents(0)[:1]
     text = list(document.ids)
-    target = target_logits(model, text)
+    target, given = target_logits(model, text), given_hidden(model, text)
     kept, shares = [], []
     for chain in range(len(text) - 2):
-        [drafted] = chain_logits(model, text, chain, 1)
+        [drafted] = chain_logits(model, text, given, chain, 1)
         kept.append(int(ids[drafted[ids].argmax()]) == int(target[chain + 1].argmax()))
         q = torch.zeros(FEW, dtype=torch.float64)
         q[ids] = drafted[ids].softmax(-1)
@@ -197,6 +201,22 @@ def test_the_command_prints_what_evaluate_and_the_engine_find(
     assert (found["decode"]["tokens"], found["decode"]["prompts"]) == (tokens, 4)
     assert found["decode_sampled"]["temperature"] == 0.8
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_another_head_is_judged_on_the_same_target(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "qwen3_5", seed=5, vocab_size=FEW)
+    data = write_lines(tmp_path / "d.jsonl")
+    found = []
+    for words in ([], ["--head", str(other)]):
+        run(["eval", str(checkpoint), *words, "--data", str(data), "--dtype", "float64", "--json"])
+        found.append(json.loads(capsys.readouterr().out))
+    model = load(checkpoint, head=other, dtype="float64")
+    wanted = evaluate(model.target, [pack(documents(0))], draft_tokens=3).as_json()
+    assert found[1]["acceptance"] == wanted["acceptance"] != found[0]["acceptance"]
+    assert found[1]["own_text"] == found[0]["own_text"]
+    assert found[1]["head"] == str(other)
 
 
 def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

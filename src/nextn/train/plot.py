@@ -42,11 +42,14 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels)
-    for title, counts in measures(found).items():
+    drawn = measures(found)
+    spans = [span(b) for b in sorted((b for c in drawn.values() for b in c["buckets"]), key=lambda b: b["from"])]
+    place = {name: at for at, name in enumerate(dict.fromkeys(spans))}
+    for title, counts in drawn.items():
         acceptance = counts["acceptance"]
         axes[0].plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=title)
-        spans = [span(b) for b in counts["buckets"]]
-        axes[1].plot(spans, [b["accept_length"] for b in counts["buckets"]], marker="o", label=title)
+        at = [place[span(b)] for b in counts["buckets"]]
+        axes[1].plot(at, [b["accept_length"] for b in counts["buckets"]], marker="o", label=title)
         if panels == 3:
             axes[2].plot(
                 list(counts["domains"]),
@@ -57,6 +60,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             )
     axes[0].set(xlabel="draft token", ylabel="acceptance (whole prefix)", ylim=(0, 1.02))
     axes[0].set_xticks(range(1, found["draft_tokens"] + 1))
+    axes[1].set_xticks(range(len(place)), list(place))
     for axis, label in zip(axes[1:], ("context length (tokens)", "domain"), strict=False):
         axis.set(xlabel=label, ylabel="accept length", ylim=(1, found["draft_tokens"] + 1))
         axis.tick_params(axis="x", labelrotation=25)

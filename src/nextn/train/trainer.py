@@ -27,6 +27,7 @@ from nextn.train.log import RunLog
 from nextn.train.losses import LossSpec
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
+from nextn.train.report import write_report
 from nextn.train.shard import gathered, shard
 from nextn.train.source import DataSource, Source, frequent_ids, held_out
 from nextn.train.start import Start, open_target, start
@@ -253,6 +254,8 @@ class Trainer:
         if tally.best_step is not None and tally.best_step != self.step.done:
             self.checkpoints.load_best(tally.best_step, self.begun.unroll)
         write_head(self.begun, self.output, first=first)
+        if first:
+            write_report(self.output)
         if self.config.merge is not None and first:
             merge_head(self.begun, self.output, Path(self.config.merge))
         self.processes.wait()
