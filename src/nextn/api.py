@@ -19,9 +19,12 @@ import torch
 from nextn.assets import embedded_model
 from nextn.checkpoint.download import local_folder
 from nextn.checkpoint.source import open_checkpoint
+from nextn.engine.admission import context_room
 from nextn.engine.defaults import GenerationDefaults, read_defaults
-from nextn.engine.engine import Engine, Request, Round, Running, TokenLogprob
+from nextn.engine.draft_length import DraftLength
+from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
+from nextn.engine.request import Request, Round, Running, TokenLogprob
 from nextn.engine.stream import TextStream
 from nextn.engine.text import Tokenizer, load_tokenizer
 from nextn.errors import NextnError
@@ -81,7 +84,7 @@ class Generation:
         prompt_tokens: length of the prompt.
         rounds: verify forwards that were needed.
         drafted, accepted: proposals verified, and those that matched.
-        acceptance: by position i, the share of rounds in which d1..di were all accepted.
+        acceptance: by position i, the share of rounds in which d1..di were all accepted, of those that proposed di.
         seconds: wall time from prefill to the last token, of the whole batch that the prompt was decoded in.
         finish_reason: ``stop`` or ``length``.
         draft_rounds: every round's drafts, how many were accepted, and the tokens kept.
@@ -253,9 +256,9 @@ def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -
     Args:
         model: from `load`.
         prompts: text or token ids, one or several.
-        options: `draft_tokens` (K, 0 to 8; 3 by default), `chunk`, `on_step` (called with each `Step`), and the
-            fields of `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the
-            checkpoint's own defaults.
+        options: `draft_tokens` (K, 0 to 8; 3 by default), `chunk`, `on_step` (called with each `Step`), and the fields
+            of `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the checkpoint's
+            own defaults.
     Returns:
         a `Generation`, or a list of them for several prompts.
     Raises:
@@ -288,7 +291,7 @@ class Run:
         model: Model,
         prompts: Sequence[Prompt],
         *,
-        draft_tokens: int | None = None,
+        draft_tokens: int | DraftLength | None = None,
         chunk: int = 512,
         options_each: Sequence[Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
@@ -315,7 +318,7 @@ class Run:
             ids: Sequence[int] = tokenizer.encode(prompt)
         else:
             ids = list(prompt)
-        self.engine.room(ids)
+        context_room(ids, self.model.target.config)
         text = TextStream(tokenizer, prompt_ids=ids, stop=params.stop, min_tokens=params.min_tokens)
         return Request(ids, params, frozenset(self.model.defaults.eos_ids), text)
 
@@ -335,16 +338,20 @@ class Run:
         ]
 
     def _result(self, s: Running, seconds: float) -> Generation:
-        k, rounds = self.engine.k, len(s.rounds)
+        rounds = len(s.rounds)
+        widths = [len(r.drafts) for r in s.rounds]
         stream = s.request.stream
         return Generation(
             text=stream.text if stream is not None else None,
             tokens=s.tokens,
             prompt_tokens=len(s.request.prompt),
             rounds=rounds,
-            drafted=rounds * k,
+            drafted=sum(widths),
             accepted=sum(r.accepted for r in s.rounds),
-            acceptance=[sum(r.accepted > i for r in s.rounds) / rounds for i in range(k)] if rounds else [],
+            acceptance=[
+                sum(r.accepted > i for r in s.rounds) / sum(width > i for width in widths)
+                for i in range(max(widths, default=0))
+            ],
             seconds=seconds,
             prefill_seconds=self.engine.stats.prefill_seconds,
             finish_reason=s.finish,

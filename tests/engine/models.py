@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.source import open_checkpoint
-from nextn.engine.engine import Engine, Request, Running
+from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
+from nextn.engine.request import Request, Running
 from nextn.models.context import Context, SequenceContext
 from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import load_decoder

@@ -8,8 +8,9 @@ import pytest
 import torch
 from scipy import stats
 
-from nextn.engine.engine import Engine, Request
+from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
+from nextn.engine.request import Request
 from nextn.engine.sampling import SamplingState, process
 from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder

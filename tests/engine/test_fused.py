@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
-from nextn.engine.engine import Engine, Request, Running
+from nextn.engine.engine import Engine
 from nextn.engine.fused import FusedRunner
 from nextn.engine.params import SamplingParams
+from nextn.engine.request import Request, Running
 from nextn.engine.runner import PlainRunner
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder

@@ -26,6 +26,8 @@ class Batch:
         slots: [batch] int64 sequence slots.
         sampling: parameters and counts.
         bound: host-side upper bound of the lengths.
+        head_out, head_hidden: [batch, 1, hidden], the head's output at the last committed position and what it
+            recycles: where drafting starts. None where nothing is to be drafted.
     """
 
     lengths: Tensor
@@ -37,6 +39,8 @@ class Batch:
     slots: Tensor
     sampling: SamplingState
     bound: int
+    head_out: Tensor | None = None
+    head_hidden: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -59,12 +63,16 @@ class Batch:
             self.slots[at],
             self.sampling.select(rows),
             self.bound,
+            self.head_out[at] if self.head_out is not None else None,
+            self.head_hidden[at] if self.head_hidden is not None else None,
         )
 
 
 def join(batches: Sequence[Batch], sampling: SamplingState) -> Batch:
     """Several batches of the same K as one; `sampling` describes all their sequences in order."""
     width = max(b.table.shape[1] for b in batches)
+    outs = [b.head_out for b in batches if b.head_out is not None]
+    hiddens = [b.head_hidden for b in batches if b.head_hidden is not None]
     probs: list[Tensor] = []
     if not sampling.plan.all_greedy:
         for b in batches:
@@ -84,4 +92,6 @@ def join(batches: Sequence[Batch], sampling: SamplingState) -> Batch:
         torch.cat([b.slots for b in batches]),
         sampling,
         max(b.bound for b in batches),
+        torch.cat(outs) if outs else None,
+        torch.cat(hiddens) if hiddens else None,
     )

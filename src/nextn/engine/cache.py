@@ -45,7 +45,7 @@ class Cache:
         device: torch.device,
     ) -> None:
         self.page_size, self.rows, self.kernel = page_size, rows, max(config.conv, 1)
-        self.table_width = -(-(config.max_positions + 2 * rows) // page_size)
+        self.table_width = -(-(config.max_positions + 3 * rows) // page_size)
         self.dtype, self.device = dtype, device
         c = config
         page = (pages, page_size, c.kv_heads, c.head_dim)
@@ -61,27 +61,51 @@ class Cache:
         self.free_slots = list(range(sequences - 1, -1, -1))
 
     def take(self, positions: int) -> tuple[list[int], int]:
-        """Reserve pages for so many positions, and a sequence slot with zeroed state.
+        """Reserve pages for so many positions, and a sequence slot.
 
         Returns:
             (page ids in order of position, slot).
         Raises:
             NextnError: not enough room.
         """
-        count = -(-positions // self.page_size)
-        if count > len(self.free_pages) or not self.free_slots:
+        count, pages = self.pages_for(positions), list[int]()
+        if not self.free_slots or not self.extend(pages, positions):
             raise NextnError(
                 f"The cache has {len(self.free_pages)} free pages and {len(self.free_slots)} free sequences; "
                 f"this prompt needs {count} pages.",
                 "Lower max_tokens or the number of prompts at once.",
             )
-        pages = [self.free_pages.pop() for _ in range(count)]
+        return pages, self.take_slot()
+
+    def pages_for(self, positions: int) -> int:
+        """Pages that hold so many positions."""
+        return -(-positions // self.page_size)
+
+    def extend(self, pages: list[int], positions: int) -> bool:
+        """Lengthen a sequence's pages, in place, to hold so many positions; False where too few are free.
+
+        Pages are handed out cleared: attention multiplies what lies behind a sequence's end with zero, and zero times
+        a NaN of an earlier owner would not be zero.
+        """
+        count = self.pages_for(positions) - len(pages)
+        if count > len(self.free_pages):
+            return False
+        if count > 0:
+            new = [self.free_pages.pop() for _ in range(count)]
+            at = torch.tensor(new, device=self.device)
+            for pool in (self.k, self.v, self.draft_k, self.draft_v):
+                pool.index_fill_(1, at, 0)
+            pages += new
+        return True
+
+    def take_slot(self) -> int:
+        """A sequence slot with zeroed state."""
         slot = self.free_slots.pop()
         self.states[:, slot, 0].zero_()
-        return pages, slot
+        return slot
 
     def give_back(self, pages: list[int], slot: int) -> None:
-        """Return what `take` reserved."""
+        """Return pages and slot; work launched before may still touch them, work launched later finds them free."""
         self.free_pages.extend(reversed(pages))
         self.free_slots.append(slot)
 

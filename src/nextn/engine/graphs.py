@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
+from nextn.engine.executor import HostRound
 from nextn.engine.logits import Plan, SamplingState
 from nextn.engine.round import decode_round
 from nextn.engine.runner import Runner
@@ -30,23 +31,6 @@ IN_FLIGHT = 2
 def bucket_of(size: int) -> int:
     """The number of sequences that a graph for `size` of them is captured with: a power of two."""
     return 1 << (size - 1).bit_length()
-
-
-@dataclass(frozen=True, slots=True)
-class HostRound:
-    """A round's outcome on the host, a row a sequence.
-
-    Attributes:
-        tokens: [batch][K + 1]; the first accepted + 1 are new.
-        accepted: [batch].
-        drafts: [batch][K], what was verified.
-        broken: [batch], logits held NaN.
-    """
-
-    tokens: list[list[int]]
-    accepted: list[int]
-    drafts: list[list[int]]
-    broken: list[bool]
 
 
 class Captured:
@@ -125,7 +109,7 @@ class Captured:
 
 
 def _copy(source: Batch, to: Batch, *, sampling: bool = True) -> None:
-    for name in ("lengths", "bonus", "drafts", "draft_probs", "committed"):
+    for name in ("lengths", "bonus", "drafts", "draft_probs", "committed", "head_out", "head_hidden"):
         value = getattr(source, name)
         if value is not None:
             getattr(to, name).copy_(value)
@@ -145,6 +129,8 @@ class GraphExecutor:
     Args:
         runner, cache: what rounds run on; one page and one slot of the cache are kept for padding.
     """
+
+    ahead = 1
 
     def __init__(self, runner: Runner, cache: Cache) -> None:
         self.runner, self.cache = runner, cache
@@ -167,15 +153,28 @@ class GraphExecutor:
         """Make a batch the one that rounds run on; its tensors are copied."""
         size = bucket_of(batch.size)
         plan = replace(batch.sampling.plan, largest=0)
-        key = (size, batch.draft_tokens, plan, batch.draft_probs is None, batch.sampling.stop_ids.shape[1])
+        key = (
+            size,
+            batch.draft_tokens,
+            plan,
+            batch.draft_probs is None,
+            batch.head_out is None,
+            batch.sampling.stop_ids.shape[1],
+        )
         if key not in self.captured:
             self.captured[key] = Captured(self.runner, self.cache, size, batch, self.page, self.slot, self.pool)
         self.now, self.size = self.captured[key], batch.size
         self.now.load(batch)
 
     @torch.inference_mode()
-    def launch(self) -> None:
-        """Start a round; the host goes on."""
+    def place(self, table: Tensor) -> None:
+        """Give the loaded sequences another page table [batch, n]: each has grown."""
+        assert self.now is not None
+        self.now.state.table[: self.size, : table.shape[1]] = table
+
+    @torch.inference_mode()
+    def launch(self, bound: int = 0) -> None:
+        """Start a round; the host goes on. Graphs look at every sequence's own length, not at a bound."""
         assert self.now is not None
         assert len(self.flight) < IN_FLIGHT
         self.now.graph.replay()

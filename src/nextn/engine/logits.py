@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nextn.engine.params import SamplingParams
 from nextn.errors import NextnError
@@ -163,6 +164,25 @@ class SamplingState:
             stop_ids=_padded(stops, -1, torch.long).to(device),
             min_tokens=column([p.min_tokens for p in params], torch.long).squeeze(-1),
         )
+
+    @classmethod
+    def join(cls, states: Sequence[SamplingState]) -> SamplingState:
+        """The states of several batches as one, in order.
+
+        Counts that a batch did not keep are zeros: none of its requests looks at them.
+        """
+        params = tuple(p for s in states for p in s.params)
+        vocab_size = states[0].vocab_size
+        tensors: dict[str, Tensor] = {}
+        for f in fields(cls):
+            values = [v for s in states if isinstance(v := getattr(s, f.name), Tensor)]
+            if not values:
+                continue
+            if values[0].dim() > 1:
+                width, filler = max(v.shape[-1] for v in values), -1 if f.name == "stop_ids" else 0
+                values = [pad(v, (0, width - v.shape[-1]), value=filler) for v in values]
+            tensors[f.name] = torch.cat(values)
+        return cls(params, vocab_size, Plan.of(params, vocab_size), **tensors)
 
     def commit(self, tokens: Tensor, lengths: Tensor) -> None:
         """Count tokens as output, in place: the first ``lengths[b]`` of ``tokens[b]``.

@@ -7,6 +7,7 @@ token; the prompt's last row takes the token that the target just gave.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,9 +15,20 @@ from torch import Tensor
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
-from nextn.engine.round import RoundResult, draft_tokens
+from nextn.engine.round import RoundResult, draft
 from nextn.engine.runner import Runner
 from nextn.engine.sampling import DRAW, SamplingState, adjust, process, sample, uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one sequence: `rows` of its `tokens` from position `start` on, with its pages and slot."""
+
+    tokens: Sequence[int]
+    start: int
+    rows: int
+    pages: Sequence[int]
+    slot: int
 
 
 def prefill(
@@ -31,7 +43,7 @@ def prefill(
     chunk: int,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Batch, RoundResult]:
-    """Prefill prompts of one length together.
+    """Prefill whole prompts of one length together.
 
     Args:
         prompts: [batch] of at least one token id each, all equally long.
@@ -43,43 +55,102 @@ def prefill(
     Returns:
         (a batch ready for its first round; the first tokens as a result without drafts).
     """
-    device = cache.device
-    ids = torch.tensor(prompts, dtype=torch.int64, device=device)
-    size, total = ids.shape
-    table = torch.tensor(pages, dtype=torch.int64, device=device)
-    slot = torch.tensor(slots, dtype=torch.int64, device=device)
-    ones = torch.ones(size, dtype=torch.int64, device=device)
-    post = pre = ids
+    total = len(prompts[0])
     for start in range(0, total, chunk):
-        stop = min(start + chunk, total)
-        positions = torch.arange(start, stop, device=device).expand(size, -1)
-        where = Rows(cache, table, positions, stop, slot, ones, prefill=True)
-        post, pre = runner.target_rows(ids[:, start:stop], where)
-        if k and stop < total:
-            runner.head_rows(ids[:, start + 1 : stop + 1], runner.target.head_hidden(post, pre), where)
+        rows = min(chunk, total - start)
+        pieces = [Piece(t, start, rows, p, s) for t, p, s in zip(prompts, pages, slots, strict=True)]
+        if start + rows < total:
+            prefill_rows(runner, cache, pieces, head=k > 0)
+        else:
+            batch, first = prefill_end(runner, cache, pieces, sampling, head=k > 0)
         if progress is not None:
-            progress(stop * size)
-    logits = runner.logits(post[:, -1:])
-    token = _first_token(logits, sampling, ones * total)
-    sampling.commit(token, ones)
-    batch = Batch(
-        lengths=ones * total,
-        bonus=token[:, 0],
-        drafts=token.new_empty((size, 0)),
-        draft_probs=None,
-        committed=ones,
-        table=table,
-        slots=slot,
-        sampling=sampling,
-        bound=total,
-    )
+            progress((start + rows) * len(prompts))
     if k:
-        following = torch.cat((ids[:, start + 1 :], token), 1)
+        draft(runner, cache, batch, k)
+    return batch, first
+
+
+def prefill_rows(runner: Runner, cache: Cache, pieces: Sequence[Piece], *, head: bool) -> None:
+    """Put rows of tokens into the caches; each piece has the same number of rows and ends before its tokens do.
+
+    Args:
+        head: fill the draft cache too.
+    """
+    where, ids = _place(cache, pieces)
+    post, pre = runner.target_rows(ids, where)
+    if head:
+        following = torch.tensor([_tokens(p, 1) for p in pieces], device=cache.device)
+        runner.head_rows(following, runner.target.head_hidden(post, pre), where)
+
+
+def prefill_end(
+    runner: Runner,
+    cache: Cache,
+    pieces: Sequence[Piece],
+    sampling: SamplingState,
+    *,
+    head: bool,
+    known: Sequence[int] | None = None,
+) -> tuple[Batch, RoundResult]:
+    """The last rows of sequences, and the token that follows each.
+
+    Args:
+        pieces: of the same number of rows, each ending with its tokens.
+        sampling: of these requests; the tokens chosen here are counted in it.
+        head: fill the draft cache too, and carry the head states that drafting starts from.
+        known: the tokens that follow, of sequences computed again; they are counted already.
+    Returns:
+        (a batch without draft tokens; the first tokens as a result, without meaning where they were known).
+    """
+    where, ids = _place(cache, pieces)
+    post, pre = runner.target_rows(ids, where)
+    logits = runner.logits(post[:, -1:])
+    lengths = where.positions[:, -1] + 1
+    if known is None:
+        token = _first_token(logits, sampling, lengths)
+        sampling.commit(token, torch.ones_like(lengths))
+    else:
+        token = torch.tensor(known, device=cache.device)[:, None]
+    batch = Batch(
+        lengths=lengths,
+        bonus=token[:, 0],
+        drafts=token.new_empty((len(pieces), 0)),
+        draft_probs=None,
+        committed=where.committed,
+        table=where.table,
+        slots=where.slots,
+        sampling=sampling,
+        bound=where.bound,
+    )
+    if head:
+        following = torch.cat((ids[:, 1:], token), 1)
         out, recycled = runner.head_rows(following, runner.target.head_hidden(post, pre), where)
-        batch.drafts, batch.draft_probs = draft_tokens(
-            runner, cache, batch, out[:, -1:], recycled[:, -1:], k, bound=total + k
-        )
-    return batch, RoundResult(token, ones * 0, token.new_empty((size, 0)), logits, logits.amax((-1, -2)).isnan())
+        batch.head_out, batch.head_hidden = out[:, -1:], recycled[:, -1:]
+    nothing = torch.zeros_like(lengths)
+    return batch, RoundResult(token, nothing, batch.drafts, logits, logits.amax((-1, -2)).isnan())
+
+
+def page_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Page ids [batch, n]; a shorter row goes on with its own first page, which nobody else's numbers can reach."""
+    width = max(len(p) for p in pages)
+    return torch.tensor([[*p, *[p[0]] * (width - len(p))] for p in pages], device=device)
+
+
+def _place(cache: Cache, pieces: Sequence[Piece]) -> tuple[Rows, Tensor]:
+    """Where the pieces' rows stand, and their ids [batch, rows]."""
+    device = cache.device
+    ids = torch.tensor([_tokens(p) for p in pieces], device=device)
+    start = torch.tensor([p.start for p in pieces], device=device)
+    slots = torch.tensor([p.slot for p in pieces], device=device)
+    positions = start[:, None] + torch.arange(ids.shape[1], device=device)
+    bound = max(p.start + p.rows for p in pieces)
+    table = page_table([p.pages for p in pieces], device)
+    return Rows(cache, table, positions, bound, slots, torch.ones_like(slots), prefill=True), ids
+
+
+def _tokens(piece: Piece, ahead: int = 0) -> list[int]:
+    begin = piece.start + ahead
+    return list(piece.tokens[begin : begin + piece.rows])
 
 
 def _first_token(logits: Tensor, sampling: SamplingState, position: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     Args:
         runner: executes the forwards of the target and of whatever drafts.
         cache: the pools.
-        batch: sequences of K draft tokens each; K = 0 is plain decoding.
+        batch: sequences of K draft tokens each; K = 0 is plain decoding. Where the batch carries head states, the
+            extend runs at K = 0 too: the draft cache stays complete, so that a later round may draft again.
     """
     k = batch.draft_tokens
     rows = torch.cat((batch.bonus[:, None], batch.drafts), 1)
@@ -68,12 +69,34 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     batch.lengths = batch.lengths + kept
     batch.committed = kept
     batch.bonus = tokens.gather(1, accepted[:, None])[:, 0]
-    if k:
+    batch.bound += k + 1
+    if batch.head_out is not None:
         out, recycled = runner.head_rows(tokens, runner.target.head_hidden(post, pre), where)
-        batch.drafts, batch.draft_probs = draft_tokens(
-            runner, cache, batch, _row(out, accepted), _row(recycled, accepted), k, bound=batch.bound + 2 * k + 1
-        )
+        batch.head_out, batch.head_hidden = _row(out, accepted), _row(recycled, accepted)
+        draft(runner, cache, batch, k)
     return result
+
+
+def draft(runner: Runner, cache: Cache, batch: Batch, k: int) -> None:
+    """Draft k tokens anew from the head states that the batch carries, in place."""
+    assert batch.head_out is not None
+    assert batch.head_hidden is not None
+    batch.drafts, batch.draft_probs = draft_tokens(
+        runner, cache, batch, batch.head_out, batch.head_hidden, k, bound=batch.bound + max(k - 1, 0)
+    )
+
+
+def set_draft_tokens(runner: Runner, cache: Cache, batch: Batch, k: int) -> None:
+    """Give the batch k draft tokens for its next round, in place: the first of those it has, or k new ones.
+
+    Drafting again gives the same first tokens: they depend on the head states and on each position's own random
+    number.
+    """
+    if k > batch.draft_tokens:
+        draft(runner, cache, batch, k)
+    elif k < batch.draft_tokens:
+        batch.drafts = batch.drafts[:, :k]
+        batch.draft_probs = batch.draft_probs[:, :k] if batch.draft_probs is not None else None
 
 
 def draft_tokens(
