@@ -103,11 +103,11 @@ def probe(model: Decoder, ids: Sequence[int], draft_tokens: int) -> Probe:
         NextnError: the text is too short, or the family has fewer layers than K.
     """
     batches = [batch.to(model.embed.weight.device) for batch in documents(ids)]
-    states = {id(batch.ids): _target(model, batch) for batch in batches}
+    states = {id(batch.ids): target_states_of(model, batch) for batch in batches}
 
     def judge(mistake: str = "") -> tuple[int, Counts]:
         def unroll(model: Decoder, batch: PackedBatch, steps: int) -> Unrolled:
-            return _unrolled(model, batch, steps, states[id(batch.ids)], mistake)
+            return unrolled(model, batch, steps, states[id(batch.ids)], mistake)
 
         found = evaluate(model, batches, draft_tokens=draft_tokens, unroll=unroll)
         return found.tokens, found.greedy.total
@@ -197,13 +197,15 @@ States = tuple[Layout, Tensor, Tensor]
 
 
 @torch.no_grad()
-def _target(model: Decoder, batch: PackedBatch) -> States:
+def target_states_of(model: Decoder, batch: PackedBatch) -> States:
+    """One pass of the target over a batch on its device."""
     layout = Layout(batch.documents)
     post, pre = model(batch.ids, PackedContext(layout, batch.positions))
     return layout, post, pre
 
 
-def _unrolled(model: Decoder, batch: PackedBatch, steps: int, states: States, mistake: str) -> Unrolled:
+def unrolled(model: Decoder, batch: PackedBatch, steps: int, states: States, mistake: str) -> Unrolled:
+    """The unroll with the target's states at hand, and with one mistake (a name of `mistakes`; "" for none)."""
     layout, post, pre = states
     given = model.head_hidden(pre, post) if mistake == "other_norm" else model.head_hidden(post, pre)
     outputs = head_unroll(model)(model, UnrollContext(layout, batch.positions), batch.ids, given, steps)
