@@ -152,7 +152,7 @@ def test_the_kernel_equals_the_plain_step(
             assert error(a[1:-1], b[1:-1]) < 2 * TOLERANCE[dtype]
 
 
-def test_replay_and_snapshots_agree_to_the_last_bit_with_one_row_at_a_time() -> None:
+def test_replay_and_snapshots_agree_to_the_last_bit_with_one_padded_row_at_a_time() -> None:
     pytest.importorskip("triton")
     from nextn.kernels import delta_triton
 
@@ -166,7 +166,7 @@ def test_replay_and_snapshots_agree_to_the_last_bit_with_one_row_at_a_time() -> 
     zero = slot.clone()
     x = randn(8, sum(w.sizes))
     alone = [
-        delta_triton.delta_snapshots(w, x[i : i + 1], single.ring, single.states, slot, slot + i, zero)
+        delta_triton.delta_snapshots(w, x[i : i + 1], single.ring, single.states, slot, slot + i, zero, pad_rows=rows)
         for i in range(8)
     ]
     # Row 3 of the first round is thrown away and comes again in the second.

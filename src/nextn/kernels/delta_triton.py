@@ -16,50 +16,57 @@ from nextn.kernels.delta import DeltaLog, DeltaWeights
 from nextn.kernels.load_triton import load_rows
 from nextn.kernels.support import splits_of
 
+MAX_KERNEL = 4
 MAX_ROWS = 9
-WARPS = 16
+WARPS = 8
+REGISTERS = 128
+"""A thread, so that two programs share a processor; a few values spill."""
 
 
 @triton.jit
-def _convolved(
-    x: tl.tensor,
+def _past(
     ring: tl.tensor,
-    conv: tl.tensor,
     row: tl.tensor,
     channel: tl.tensor,
-    first: tl.tensor,
-    stored: tl.tensor,
-    x_row: tl.tensor,
-    x_split: tl.tensor,
-    ring_columns: tl.tensor,
-    ROWS: tl.constexpr,
+    before: tl.tensor,
+    columns: tl.tensor,
     CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    dtype: tl.constexpr,
+    BACK: tl.constexpr,
 ) -> tl.tensor:
-    """silu of the convolution for rows [R, 1] and channels [1, C]; channels below `stored` go into the ring."""
-    total = row.to(tl.float32) * 0.0 + channel * 0.0
-    for back in tl.static_range(KERNEL):
-        weight = tl.load(conv + channel * KERNEL + (KERNEL - 1 - back)).to(tl.float32)
-        inside = (row >= back) & (row < ROWS) & (channel >= 0)
-        value = load_rows(x, (row - back) * x_row + channel, inside, x_split, SPLITS, dtype)
-        if back == 0:
-            column = (first + row) % ring_columns
-            tl.store(ring + column * CHANNELS + channel, value.to(dtype), mask=inside & (channel < stored))
-        else:
-            before = first + row - back
-            column = (before + ring_columns) % ring_columns
-            known = (row < back) & (before >= 0) & (channel >= 0)
-            value += tl.load(ring + column * CHANNELS + channel, mask=known, other=0.0).to(tl.float32)
-        total += weight * value
-    return total * tl.sigmoid(total)
+    """Inputs BACK positions before each row that lie in the ring: of the first BACK rows, 0 below position 0."""
+    position = before + row
+    known = (row < BACK) & (position >= 0) & (channel >= 0)
+    at = (position + columns) % columns * CHANNELS + channel
+    return tl.load(ring + at, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _row(tile: tl.tensor, row: tl.tensor, i: tl.tensor) -> tl.tensor:
-    """Row i of a tile [R, C], given its row numbers [R, 1]."""
-    return tl.sum(tl.where(row == i, tile, 0.0), 0)
+def _taps(conv: tl.tensor, channel: tl.tensor, BACK: tl.constexpr, KERNEL: tl.constexpr) -> tl.tensor:
+    """The convolution's weights for inputs BACK positions ago; 0 past its reach."""
+    inside = (channel >= 0) & (channel * 0 + BACK < KERNEL)
+    return tl.load(conv + channel * KERNEL + (KERNEL - 1 - BACK), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _own(
+    lines: tl.tensor,
+    row: tl.tensor,
+    channel: tl.tensor,
+    x_row: tl.tensor,
+    x_split: tl.tensor,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BACK: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Inputs BACK positions before each row that are rows of this step."""
+    inside = (row >= BACK) & (row < ROWS) & (channel >= 0)
+    return load_rows(lines, (row - BACK) * x_row + channel, inside, x_split, SPLITS, dtype)
+
+
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    return x * tl.sigmoid(x)
 
 
 @triton.jit
@@ -77,6 +84,7 @@ def _delta(
     slot: tl.tensor,
     position: tl.tensor,
     select: tl.tensor,
+    scratch: tl.tensor,
     out: tl.tensor,
     x_row: tl.tensor,
     x_split: tl.tensor,
@@ -94,130 +102,141 @@ def _delta(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """SNAPSHOTS is how many a slot has, or 0 for replay."""
+    """SNAPSHOTS is how many a slot has, or 0 for replay.
+
+    Loads come in three groups, each before any store that would hold them back: what earlier rounds left, the input
+    product, and the rows' vectors, which go through `scratch` from the layout that convolves all rows at once to the
+    one that the state needs.
+    """
     if PDL:
         gdc_launch_dependents()
     head = tl.program_id(0)
     batch = tl.program_id(1)
     GROUP: tl.constexpr = V_HEADS // K_HEADS
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+    WIDTH: tl.constexpr = 2 * K_DIM + V_DIM + 4
     key_head = head // GROUP
     dk = tl.arange(0, K_DIM)
     dv = tl.arange(0, V_DIM)
     row = tl.arange(0, PADDED)[:, None]
     tile = dk[:, None] * V_DIM + dv[None, :]
+    cq = key_head * K_DIM + dk[None, :]
+    ck = cq + K_HEADS * K_DIM
+    cv = 2 * K_HEADS * K_DIM + head * V_DIM + dv[None, :]
     at = tl.load(slot + batch).to(tl.int64)
     first = tl.load(position + batch).to(tl.int32)
     chosen = tl.load(select + batch).to(tl.int32)
+    dtype = out.dtype.element_ty
 
     if SNAPSHOTS == 0:
-        where = states + (at * V_HEADS + head) * (K_DIM * V_DIM) + tile
-        state = tl.load(where)
-        for i in range(chosen):
-            column = at * log_columns + (first - chosen + i) % log_columns
-            key = tl.load(log_k + (column * K_HEADS + key_head) * K_DIM + dk)
-            update = tl.load(log_u + (column * V_HEADS + head) * V_DIM + dv)
-            decay = tl.exp(tl.load(log_g + column * V_HEADS + head))
-            state = tl.fma(tl.broadcast_to(key[:, None], (K_DIM, V_DIM)), update[None, :], state * decay)
-        tl.store(where, state)
+        start = states + (at * V_HEADS + head) * (K_DIM * V_DIM) + tile
     else:
-        state = tl.load(states + ((at * SNAPSHOTS + chosen) * V_HEADS + head) * (K_DIM * V_DIM) + tile)
+        start = states + ((at * SNAPSHOTS + chosen) * V_HEADS + head) * (K_DIM * V_DIM) + tile
+    state = tl.load(start)
+    window = ring + at * ring_columns * CHANNELS
+    q1 = _past(window, row, cq, first - 1, ring_columns, CHANNELS, 1)
+    q2 = _past(window, row, cq, first - 2, ring_columns, CHANNELS, 2)
+    q3 = _past(window, row, cq, first - 3, ring_columns, CHANNELS, 3)
+    k1 = _past(window, row, ck, first - 1, ring_columns, CHANNELS, 1)
+    k2 = _past(window, row, ck, first - 2, ring_columns, CHANNELS, 2)
+    k3 = _past(window, row, ck, first - 3, ring_columns, CHANNELS, 3)
+    v1 = _past(window, row, cv, first - 1, ring_columns, CHANNELS, 1)
+    v2 = _past(window, row, cv, first - 2, ring_columns, CHANNELS, 2)
+    v3 = _past(window, row, cv, first - 3, ring_columns, CHANNELS, 3)
+    wq0, wq1 = _taps(conv, cq, 0, KERNEL), _taps(conv, cq, 1, KERNEL)
+    wq2, wq3 = _taps(conv, cq, 2, KERNEL), _taps(conv, cq, 3, KERNEL)
+    wk0, wk1 = _taps(conv, ck, 0, KERNEL), _taps(conv, ck, 1, KERNEL)
+    wk2, wk3 = _taps(conv, ck, 2, KERNEL), _taps(conv, ck, 3, KERNEL)
+    wv0, wv1 = _taps(conv, cv, 0, KERNEL), _taps(conv, cv, 1, KERNEL)
+    wv2, wv3 = _taps(conv, cv, 2, KERNEL), _taps(conv, cv, 3, KERNEL)
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     weight = tl.load(scale + dv).to(tl.float32)
+    if SNAPSHOTS == 0:
+        for i in range(chosen):
+            column = at * log_columns + (first - chosen + i + log_columns) % log_columns
+            key = tl.load(log_k + (column * K_HEADS + key_head) * K_DIM + dk)
+            update = tl.load(log_u + (column * V_HEADS + head) * V_DIM + dv)
+            decayed = state * tl.exp(tl.load(log_g + column * V_HEADS + head))
+            state = tl.fma(tl.broadcast_to(key[:, None], (K_DIM, V_DIM)), update[None, :], decayed)
+        tl.store(start, state)
 
     if PDL:
         gdc_wait()
-    dtype = out.dtype.element_ty
     lines = x + batch * ROWS * x_row
-    window = ring + at * ring_columns * CHANNELS
-    # Value heads that share a key head all convolve its channels; one of them stores.
-    q_channel = key_head * K_DIM + dk[None, :]
-    k_channel = q_channel + K_HEADS * K_DIM
-    v_channel = 2 * K_HEADS * K_DIM + head * V_DIM + dv[None, :]
-    stored = tl.where(head % GROUP == 0, CHANNELS, 0)
-    q = _convolved(
-        lines,
-        window,
-        conv,
-        row,
-        q_channel,
-        first,
-        stored,
-        x_row,
-        x_split,
-        ring_columns,
-        ROWS,
-        CHANNELS,
-        KERNEL,
-        SPLITS,
-        dtype,
-    )
-    k = _convolved(
-        lines,
-        window,
-        conv,
-        row,
-        k_channel,
-        first,
-        stored,
-        x_row,
-        x_split,
-        ring_columns,
-        ROWS,
-        CHANNELS,
-        KERNEL,
-        SPLITS,
-        dtype,
-    )
-    v = _convolved(
-        lines,
-        window,
-        conv,
-        row,
-        v_channel,
-        first,
-        CHANNELS,
-        x_row,
-        x_split,
-        ring_columns,
-        ROWS,
-        CHANNELS,
-        KERNEL,
-        SPLITS,
-        dtype,
-    )
+    heads = CHANNELS + V_HEADS * V_DIM
+    q0 = _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 0, dtype)
+    k0 = _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 0, dtype)
+    v0 = _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 0, dtype)
+    b = load_rows(lines, row * x_row + heads + head, row < ROWS, x_split, SPLITS, dtype)
+    a = load_rows(lines, row * x_row + heads + V_HEADS + head, row < ROWS, x_split, SPLITS, dtype) + bias
+    if ROWS > 1:
+        q1 += _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 1, dtype)
+        k1 += _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 1, dtype)
+        v1 += _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 1, dtype)
+    if ROWS > 2:
+        q2 += _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 2, dtype)
+        k2 += _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 2, dtype)
+        v2 += _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 2, dtype)
+    if ROWS > 3:
+        q3 += _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 3, dtype)
+        k3 += _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 3, dtype)
+        v3 += _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 3, dtype)
+    gate_at = CHANNELS + head * V_DIM + dv
+    gate = load_rows(lines, gate_at, dv < V_DIM, x_split, SPLITS, dtype)
+    # Fused multiply-adds by name, so that the same row rounds alike in a step of any number of rows.
+    q = _silu(tl.fma(wq3, q3, tl.fma(wq2, q2, tl.fma(wq1, q1, wq0 * q0))))
+    k = _silu(tl.fma(wk3, k3, tl.fma(wk2, k2, tl.fma(wk1, k1, wk0 * k0))))
+    v = _silu(tl.fma(wv3, v3, tl.fma(wv2, v2, tl.fma(wv1, v1, wv0 * v0))))
     q *= tl.rsqrt(tl.sum(q * q, 1)[:, None] + 1e-6) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 1)[:, None] + 1e-6)
     qk = tl.sum(q * k, 1)[:, None]
-    heads = CHANNELS + V_HEADS * V_DIM
-    b = load_rows(lines, row * x_row + heads + head, row < ROWS, x_split, SPLITS, dtype)
-    a = load_rows(lines, row * x_row + heads + V_HEADS + head, row < ROWS, x_split, SPLITS, dtype) + bias
     g = rate * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    beta = tl.sigmoid(b)
-    decay = tl.exp(g)
-    if SNAPSHOTS == 0:
-        entry = at * log_columns + (first + row) % log_columns
-        keys = log_k + (entry * K_HEADS + key_head) * K_DIM + dk[None, :]
-        tl.store(keys, k, mask=(row < ROWS) & (k_channel < stored))
-        tl.store(log_g + entry * V_HEADS + head, g, mask=row < ROWS)
 
+    mine = scratch + (batch * V_HEADS + head) * (ROWS * WIDTH)
+    line = mine + row * WIDTH
+    real = row < ROWS
+    tl.store(line + dk[None, :], q, mask=real & (cq >= 0))
+    tl.store(line + K_DIM + dk[None, :], k, mask=real & (cq >= 0))
+    tl.store(line + 2 * K_DIM + dv[None, :], v, mask=real & (cv >= 0))
+    tl.store(line + 2 * K_DIM + V_DIM, tl.exp(g), mask=real)
+    tl.store(line + 2 * K_DIM + V_DIM + 1, tl.sigmoid(b), mask=real)
+    tl.store(line + 2 * K_DIM + V_DIM + 2, qk, mask=real)
+    tl.debug_barrier()
     for i in tl.range(0, ROWS, num_stages=1):
-        gate_at = i * x_row + CHANNELS + head * V_DIM + dv
-        gate = load_rows(lines, gate_at, dv < V_DIM, x_split, SPLITS, dtype)
-        qi = _row(q, row, i)
-        ki = _row(k, row, i)
-        state = state * _row(decay, row, i)
-        u = _row(beta, row, i) * (_row(v, row, i) - tl.sum(ki[:, None] * state, 0))
-        o = tl.sum(qi[:, None] * state, 0) + _row(qk, row, i) * u
+        vectors = mine + i * WIDTH
+        qi = tl.load(vectors + dk)
+        ki = tl.load(vectors + K_DIM + dk)
+        vi = tl.load(vectors + 2 * K_DIM + dv)
+        decay = tl.load(vectors + 2 * K_DIM + V_DIM)
+        beta = tl.load(vectors + 2 * K_DIM + V_DIM + 1)
+        dot = tl.load(vectors + 2 * K_DIM + V_DIM + 2)
+        following = load_rows(
+            lines, (i + 1) * x_row + gate_at, dv < tl.where(i + 1 < ROWS, V_DIM, 0), x_split, SPLITS, dtype
+        )
+        state = state * decay
+        u = beta * (vi - tl.sum(ki[:, None] * state, 0))
+        o = tl.sum(qi[:, None] * state, 0) + dot * u
         state = tl.fma(tl.broadcast_to(ki[:, None], (K_DIM, V_DIM)), u[None, :], state)
-        o *= tl.rsqrt(tl.sum(o * o) / V_DIM + eps) * weight * gate * tl.sigmoid(gate)
+        o *= tl.rsqrt(tl.sum(o * o) / V_DIM + eps) * weight * _silu(gate)
+        gate = following
         tl.store(out + (batch * ROWS + i) * (V_HEADS * V_DIM) + head * V_DIM + dv, o.to(dtype))
         if SNAPSHOTS == 0:
             logged = at * log_columns + (first + i) % log_columns
             tl.store(log_u + (logged * V_HEADS + head) * V_DIM + dv, u)
         else:
             tl.store(states + ((at * SNAPSHOTS + i) * V_HEADS + head) * (K_DIM * V_DIM) + tile, state)
+
+    # Value heads that share a key head all convolve its channels; one of them stores.
+    stored = tl.where(head % GROUP == 0, CHANNELS, 0)
+    newest = window + (first + row) % ring_columns * CHANNELS
+    tl.store(newest + cq, q0.to(dtype), mask=real & (cq < stored))
+    tl.store(newest + ck, k0.to(dtype), mask=real & (ck < stored))
+    tl.store(newest + cv, v0.to(dtype), mask=real & (cv >= 0))
+    if SNAPSHOTS == 0:
+        entry = at * log_columns + (first + row) % log_columns
+        tl.store(log_k + (entry * K_HEADS + key_head) * K_DIM + dk[None, :], k, mask=real & (ck < stored))
+        tl.store(log_g + entry * V_HEADS + head, g, mask=real)
 
 
 def delta_snapshots(
@@ -229,18 +248,21 @@ def delta_snapshots(
     position: Tensor,
     select: Tensor,
     *,
+    pad_rows: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """`delta.delta_snapshots`; states are float32.
 
+    With the same `pad_rows`, rows give the same bits in steps of any number of rows up to it.
+
     Raises:
-        ValueError: more than 9 rows, or head dims that are no powers of two.
+        ValueError: more than 9 rows, a kernel over 4, or head dims that are no powers of two.
     """
     rows = _checked(weights, x, ring, slot)
     if states.shape[1] < rows:
         raise ValueError(f"{rows} rows need as many snapshots; there are {states.shape[1]}")
     log = DeltaLog(states, states, states)
-    return _launch(weights, x, ring, states, log, slot, position, select, states.shape[1], pdl)
+    return _launch(weights, x, ring, states, log, slot, position, select, states.shape[1], pad_rows, pdl)
 
 
 def delta_replay(
@@ -253,22 +275,25 @@ def delta_replay(
     position: Tensor,
     pending: Tensor,
     *,
+    pad_rows: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """`delta.delta_replay`; states and log are float32, pending + rows of no sequence exceed the log's columns.
 
+    `pad_rows` as in `delta_snapshots`.
+
     Raises:
-        ValueError: more than 9 rows, or head dims that are no powers of two.
+        ValueError: more than 9 rows, a kernel over 4, or head dims that are no powers of two.
     """
     _checked(weights, x, ring, slot)
-    return _launch(weights, x, ring, states, log, slot, position, pending, 0, pdl)
+    return _launch(weights, x, ring, states, log, slot, position, pending, 0, pad_rows, pdl)
 
 
 def _checked(weights: DeltaWeights, x: Tensor, ring: Tensor, slot: Tensor) -> int:
     rows = x.shape[-2] // slot.shape[0]
     kernel = weights.conv.shape[1]
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"the fused delta step takes 1 to {MAX_ROWS} rows, not {rows}")
+    if not 1 <= rows <= MAX_ROWS or kernel > MAX_KERNEL:
+        raise ValueError(f"the fused delta step takes 1 to {MAX_ROWS} rows and a kernel up to {MAX_KERNEL}")
     if weights.k_dim & (weights.k_dim - 1) or weights.v_dim & (weights.v_dim - 1):
         raise ValueError(f"head dims {weights.k_dim} and {weights.v_dim} must be powers of two")
     if ring.shape[1] < kernel - 1 + rows:
@@ -286,12 +311,14 @@ def _launch(
     position: Tensor,
     select: Tensor,
     snapshots: int,
+    pad_rows: int,
     pdl: bool,
 ) -> Tensor:
     w = weights
     batch = slot.shape[0]
     rows = x.shape[-2] // batch
     out = torch.empty(x.shape[-2], w.v_heads * w.v_dim, dtype=ring.dtype, device=x.device)
+    scratch = torch.empty(x.shape[-2], w.v_heads, 2 * w.k_dim + w.v_dim + 4, dtype=torch.float32, device=x.device)
     _delta[(w.v_heads, batch)](
         x,
         w.conv,
@@ -306,6 +333,7 @@ def _launch(
         slot,
         position,
         select,
+        scratch,
         out,
         x.stride(-2),
         x.stride(0),
@@ -313,7 +341,7 @@ def _launch(
         log.k.shape[1],
         w.eps,
         ROWS=rows,
-        PADDED=triton.next_power_of_2(rows),
+        PADDED=triton.next_power_of_2(max(rows, pad_rows)),
         K_HEADS=w.k_heads,
         V_HEADS=w.v_heads,
         K_DIM=w.k_dim,
@@ -323,6 +351,7 @@ def _launch(
         SPLITS=splits_of(x),
         PDL=pdl,
         num_warps=min(WARPS, max(w.k_dim * w.v_dim // 1024, 1)),
+        maxnreg=REGISTERS if rows <= 4 else None,
         launch_pdl=pdl,
     )
     return out
