@@ -179,11 +179,8 @@ class GraphExecutor:
         assert len(self.flight) < IN_FLIGHT
         self.now.graph.replay()
         out = self.now.out
-        host = next((h for h in self.free if h.shape == out.shape), None)
-        if host is None:
-            host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        else:
-            self.free.remove(host)
+        at = next((i for i, h in enumerate(self.free) if h.shape == out.shape), None)
+        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True) if at is None else self.free.pop(at)
         host.copy_(out, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
