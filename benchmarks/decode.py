@@ -76,6 +76,8 @@ def batch_of(model: Decoder, cache: Cache, size: int, context: int, k: int) -> B
     sampling = SamplingState.build(
         [SamplingParams(temperature=0.0)] * size, [[0]] * size, vocab_size=VOCAB, device=CUDA
     )
+    # A batch with head states drafts; a step without the head has none.
+    states = [torch.randn(size, 1, model.config.hidden, dtype=torch.bfloat16, device=CUDA) if k else None] * 2
     return Batch(
         lengths=torch.full((size,), context, device=CUDA),
         bonus=torch.randint(0, VOCAB, (size,), device=CUDA),
@@ -86,6 +88,8 @@ def batch_of(model: Decoder, cache: Cache, size: int, context: int, k: int) -> B
         slots=torch.tensor(slots, device=CUDA),
         sampling=sampling,
         bound=context,
+        head_out=states[0],
+        head_hidden=states[1],
     )
 
 
