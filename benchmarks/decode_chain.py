@@ -39,7 +39,6 @@ class Chain:
     Args:
         parts: programs that share a sequence in attention.
         replay: the delta net's state by replay, else by snapshots.
-        fused: norms, gates and the stream inside the products; needs plans for at most 16 rows.
     """
 
     def __init__(
@@ -52,10 +51,9 @@ class Chain:
         *,
         parts: int = 16,
         replay: bool = True,
-        fused: bool = False,
     ) -> None:
         self.g, self.batch, self.rows, self.context, self.plans = g, batch, rows, context, plans
-        self.parts, self.replay, self.fused = parts, replay, fused
+        self.parts, self.replay = parts, replay
         pages = -(-(context + 16) // PAGE)
         self.slot = torch.randperm(batch, device="cuda")
         self.position = torch.full((batch,), context, device="cuda")
@@ -117,12 +115,6 @@ class Chain:
 
     def forward(self, pdl: bool = True) -> tuple[Tensor, Tensor]:
         """(ids [batch * rows], hidden after the final norm)."""
-        h = self.fused_layers(pdl) if self.fused else self.plain_layers(pdl)
-        logits = self.product(h, self.output, pdl)
-        return tokens_triton.argmax(logits, pdl=pdl)[0], h
-
-    def plain_layers(self, pdl: bool) -> Tensor:
-        """Norms, gates and products by kernels of their own."""
         x, residual = self.x, None
         product = partial(self.product, pdl=pdl)
         for layer in self.layers:
@@ -132,24 +124,8 @@ class Chain:
             h, residual = norm_triton.add_rms_norm(x, residual, layer.norms[1], 1e-6, dtype=BF16, pdl=pdl)
             gated = activation_triton.silu_mul(product(h, layer.products["gate_up"]), dtype=BF16, pdl=pdl)
             x = product(gated, layer.products["down"])
-        return norm_triton.add_rms_norm(x, residual, self.final, 1e-6, dtype=BF16, pdl=pdl)[0]
-
-    def fused_layers(self, pdl: bool) -> Tensor:
-        """Norms and gates inside the products that follow or make their inputs, the stream added by those before."""
-        x, m = self.x, self.x.shape[0]
-        for layer in self.layers:
-            w = layer.products
-            plan = {
-                "in": self.plans.plan(*w["in"].shape, m, "norm"),
-                "out": self.plans.plan(*w["out"].shape, m, "add"),
-                "gate_up": self.plans.plan(w["gate_up"].shape[0] // 2, self.g.hidden, m, "gated"),
-                "down": self.plans.plan(*w["down"].shape, m, "add"),
-            }
-            mixed = row_product(x, w["in"], plan["in"], norm=(layer.norms[0], 1e-6), pdl=pdl)
-            x = row_product(self.mix(layer, mixed, pdl), w["out"], plan["out"], stream=x, pdl=pdl)
-            h = row_product(x, w["gate_up"], plan["gate_up"], norm=(layer.norms[1], 1e-6), gated=True, pdl=pdl)
-            x = row_product(h, w["down"], plan["down"], stream=x, pdl=pdl)
-        return norm_triton.rms_norm(x, self.final, 1e-6, pdl=pdl)
+        h, _ = norm_triton.add_rms_norm(x, residual, self.final, 1e-6, dtype=BF16, pdl=pdl)
+        return tokens_triton.argmax(product(h, self.output), pdl=pdl)[0], h
 
     def mix(self, layer: Layer, mixed: Tensor, pdl: bool) -> Tensor:
         g = self.g

@@ -37,7 +37,7 @@ from nextn.kernels import (
     rope_triton,
     tokens_triton,
 )
-from nextn.kernels.row_plans import LIBRARY, measured_plans
+from nextn.kernels.row_plans import measured_plans
 
 TOLERANCE = 1e-2
 
@@ -210,20 +210,12 @@ class Job:
         return Chain(g, self.batch, self.rows, self.context, measured_plans(), replay=self.replay)
 
 
-def forms(chain: Chain) -> tuple[bool, ...]:
-    """Whether the products may take in their neighbours: not with more rows than their kernels take, or no table."""
-    plan = chain.plans.plan(chain.g.inter, chain.g.hidden, chain.batch * chain.rows, "gated")
-    return (False,) if plan == LIBRARY else (False, True)
-
-
 def compile_job(job: Job) -> None:
     """Run every kernel of a job once on four layers, which leaves their binaries in Triton's cache on disk."""
     chain = job.chain(layers=4)
     check(chain)
-    for fused in forms(chain):
-        chain.fused = fused
-        for pdl in (False, True):
-            chain.forward(pdl)
+    for pdl in (False, True):
+        chain.forward(pdl)
     for _, _, calls in (*cases(chain), *token_cases(job.rows)):
         calls[0]()
     torch.cuda.synchronize()
@@ -265,11 +257,9 @@ def main() -> None:
         record["checks"].append({**where, "replay": job.replay, **{k: float(f"{v:.2g}") for k, v in errors.items()}})
         failed += [(where, k, v) for k, v in errors.items() if not v < TOLERANCE]
         time_all(where, [case for case in cases(chain) if job.replay or case[0].startswith("delta")])
-        for fused in forms(chain):
-            chain.fused = fused
-            how = {"state": "replay" if job.replay else "snapshots", "fused": fused}
-            record["forward"].append({**where, **how, **forward_figures(chain, bandwidth)})
-            print(*record["forward"][-1].items(), flush=True)
+        figures = {**where, "state": "replay" if job.replay else "snapshots", **forward_figures(chain, bandwidth)}
+        record["forward"].append(figures)
+        print(*figures.items(), flush=True)
         del chain
         torch.cuda.empty_cache()
     for rows in (1, 4):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nextn.kernels import activation, norm
 from nextn.kernels.row_plans import LIBRARY, RowPlan, RowPlans
 from tests.kernels.cases import DTYPES, TOLERANCE, error, poison, randn, real
 
@@ -49,33 +48,6 @@ def test_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) 
         assert error(got[:, at : at + 32768], expected) < TOLERANCE[got.dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "gated,normed,added", [(True, False, False), (False, True, False), (True, True, False), (False, False, True)]
-)
-@pytest.mark.parametrize(
-    "rows,n,k,plan",
-    [(1, 21, 100, FMA), (4, 40, 128, RowPlan("dot", 32, 64)), (3, 70, 72, RowPlan("swap", 64, 64)),
-     real(1, 9216, 2560, RowPlan("fma", 4, 512)), real(4, 9216, 2560, RowPlan("swap", 64, 128, stages=3, ahead=2)),
-     real(16, 12288, 4096, RowPlan("dot", 32, 128, stages=4))],
-)  # fmt: skip
-def test_norm_gate_and_stream_inside_a_product(
-    rows: int, n: int, k: int, plan: RowPlan, gated: bool, normed: bool, added: bool, dtype: torch.dtype
-) -> None:
-    x, weight = 3 * randn(rows, k, dtype=dtype), randn(2 * n if gated else n, k, dtype=dtype, seed=1) * k**-0.5
-    scale = 1 + 0.2 * randn(k, seed=2)
-    stream = randn(rows, n, dtype=dtype, seed=3) if added else None
-    old = stream.double() if stream is not None else 0.0
-    got = rows_triton.row_product(
-        x, weight, plan, norm=(scale, 1e-6) if normed else None, gated=gated, stream=stream, out=stream
-    )
-    expected = norm.rms_norm(x.double(), scale.double(), 1e-6) if normed else x.double()
-    expected = expected @ weight.double().t()
-    expected = activation.silu_mul(expected) if gated else expected + old
-    assert got.dtype == dtype
-    assert error(got, expected) < TOLERANCE[dtype]
-
-
 def test_each_split_is_the_product_of_its_columns() -> None:
     x, weight = randn(2, 256), randn(32, 256, seed=1)
     parts = rows_triton.row_product(x, weight, RowPlan("dot", 32, 64, splits=2, stages=1))
@@ -89,18 +61,13 @@ def test_what_a_kernel_cannot_take_is_refused() -> None:
         rows_triton.row_product(randn(2, 64), randn(8, 64), FMA)
     with pytest.raises(ValueError, match="17 rows"):
         rows_triton.row_product(randn(17, 64), randn(8, 64), DOT)
-    with pytest.raises(ValueError, match="no whole sums"):
-        rows_triton.row_product(randn(2, 64), randn(8, 64), DOT, gated=True)
     with pytest.raises(ValueError, match="contiguous"):
         rows_triton.row_product(randn(2, 64), randn(64, 32).t(), DOT)
 
 
 def test_a_table_answers_for_its_shapes_with_the_next_row_count_listed() -> None:
     four = {"kind": "dot", "block_n": 32, "block_k": 128, "splits": 4, "warps": 8, "stages": 3, "ahead": 1}
-    one = {"kind": "fma", "block_n": 4, "block_k": 64}
-    plans = RowPlans({"plain 256x64": {"1": one, "4": four}, "gated 128x64": {"1": one}})
-    assert plans.plan(128, 64, 1, "gated") == RowPlan("fma", 4, 64)
-    assert plans.plan(128, 64, 1) == plans.plan(256, 64, 1, "gated") == LIBRARY
+    plans = RowPlans({"256x64": {"1": {"kind": "fma", "block_n": 4, "block_k": 64}, "4": four}})
     assert plans.plan(256, 64, 1) == RowPlan("fma", 4, 64)
     assert plans.plan(256, 64, 2) == plans.plan(256, 64, 4) == RowPlan("dot", 32, 128, 4, 8, 3, 1)
     assert plans.plan(256, 64, 5) == plans.plan(64, 256, 1) == LIBRARY

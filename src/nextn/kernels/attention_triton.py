@@ -54,12 +54,12 @@ def _attend(
     row = m // GROUP
     head = kv_head * GROUP + m % GROUP
     real = row < ROWS
+    position = tl.load(positions + batch * ROWS + row, mask=real, other=-1).to(tl.int32)
+    length = tl.max(position) + 1
     if PDL:
         gdc_wait()
-    position = tl.load(positions + batch * ROWS + row, mask=real, other=-1).to(tl.int32)
     line = (batch * ROWS + row) * HEADS + head
     query = tl.load(q + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d[None, :] < DIM), other=0.0)
-    length = tl.max(position) + 1
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, BLOCK_DIM), tl.float32)

@@ -58,9 +58,17 @@ def _qkv(
     column = tl.where(is_q, head * Q_STEP, HEADS * Q_STEP + (head - HEADS) * DIM)
     # The other half of the pair that rotates; a channel that does not rotate is its own.
     other = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
+    position = tl.load(positions + row)
+    page = tl.load(table + row // rows * table_row + position // PAGE).to(tl.int64)
+    angle = position.to(tl.int64) * HALF + at % HALF
+    c = tl.load(cos + angle, mask=at < 2 * HALF, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=at < 2 * HALF, other=0.0).to(tl.float32)
+    if NORM:
+        scale = q_scale if is_q else k_scale
+        weight = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+        pair_weight = tl.load(scale + other, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    position = tl.load(positions + row)
     dtype = q_out.dtype.element_ty
     value = load_rows(x, row * x_row + column + at, inside, x_split, SPLITS, dtype)
     pair = load_rows(x, row * x_row + column + other, inside, x_split, SPLITS, dtype)
@@ -71,21 +79,13 @@ def _qkv(
         result = value
     else:
         if NORM:
-            scale = q_scale if is_q else k_scale
             inverse = tl.rsqrt(tl.sum(value * value) / DIM + eps)
-            value = value * inverse * tl.load(scale + at, mask=inside, other=0.0)
-            pair = pair * inverse * tl.load(scale + other, mask=inside, other=0.0)
-            value = value.to(dtype).to(tl.float32)
-            pair = pair.to(dtype).to(tl.float32)
-        angle = position.to(tl.int64) * HALF + at % HALF
-        turns = at < 2 * HALF
-        c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+            value = (value * inverse * weight).to(dtype).to(tl.float32)
+            pair = (pair * inverse * pair_weight).to(dtype).to(tl.float32)
         result = value * c + tl.where(at < HALF, -pair, pair) * s
     if is_q:
         tl.store(q_out + (row * HEADS + head) * DIM + at, result.to(dtype), mask=inside)
     else:
-        page = tl.load(table + row // rows * table_row + position // PAGE).to(tl.int64)
         where = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM + at
         if is_v:
             tl.store(v_pool + where, result.to(v_pool.dtype.element_ty), mask=inside)
@@ -132,8 +132,8 @@ def qkv_to_pages(
     _qkv[(batch * rows, heads + 2 * kv_heads)](
         x,
         bias if bias is not None else x,
-        q_scale if q_scale is not None else cos,
-        k_scale if k_scale is not None else cos,
+        q_scale if q_scale is not None else x,
+        k_scale if k_scale is not None else x,
         cos,
         sin,
         positions,

@@ -17,10 +17,6 @@ TABLE = Path(__file__).with_name("rows_h200.json")
 
 Kind = Literal["fma", "dot", "swap", "library"]
 
-Form = Literal["plain", "norm", "gated", "add"]
-"""What a product takes in besides: nothing (it may then leave partial sums), the norm before it, the norm before and
-the gate after it, or the residual stream after it."""
-
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
@@ -51,7 +47,7 @@ class RowPlans:
     """A table of plans.
 
     Args:
-        table: "form NxK" -> {"rows": fields of a `RowPlan`}.
+        table: "NxK" -> {"rows": fields of a `RowPlan`}.
     """
 
     def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
@@ -60,9 +56,9 @@ class RowPlans:
             for shape, by_rows in table.items()
         }
 
-    def plan(self, n: int, k: int, rows: int, form: Form = "plain") -> RowPlan:
+    def plan(self, n: int, k: int, rows: int) -> RowPlan:
         """For `rows` rows and n outputs of k inputs: the one listed for the fewest rows not below, or the library."""
-        listed = self._plans.get(f"{form} {n}x{k}", ())
+        listed = self._plans.get(f"{n}x{k}", ())
         return next((plan for most, plan in listed if most >= rows), LIBRARY)
 
 

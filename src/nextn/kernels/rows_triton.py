@@ -18,105 +18,63 @@ from nextn.kernels.row_plans import MAX_ROWS, RowPlan
 
 
 @triton.jit
-def _gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """silu(gate) * up of results rounded as if they had been stored."""
-    gate = gate.to(dtype).to(tl.float32)
-    return gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _one_row(
     x: tl.tensor,
     w: tl.tensor,
-    scale: tl.tensor,
-    stream: tl.tensor,
     out: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
-    eps: tl.tensor,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """NORM: x is normed with `scale` on the way in; the root mean square is a factor of the sums, found beside them.
-    GATED: the weight has 2 N rows, and the result is silu(the first N sums) times the others.
-    ADD: the result is added to `stream`.
-    """
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     rows = n[:, None] < N
     at = w + n[:, None].to(tl.int64) * K + k[None, :]
-    up = at + N.to(tl.int64) * K
     tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
-    if GATED:
-        up_tile = tl.load(up, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
-        up_acc = tl.zeros((BN, BK), tl.float32)
     if PDL:
         gdc_wait()
     acc = tl.zeros((BN, BK), tl.float32)
-    squares = tl.zeros((BK,), tl.float32)
     for start in range(0, K, BK):
         ahead = start + BK
         inside = rows & (k[None, :] + ahead < K)
         following = tl.load(at + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
         if EVEN:
-            value = tl.load(x + start + k).to(tl.float32)
+            value = tl.load(x + start + k)
         else:
-            value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        if NORM:
-            squares += value * value
-            value *= tl.load(scale + start + k, mask=start + k < K, other=0.0)
-        acc += tile.to(tl.float32) * value[None, :]
+            value = tl.load(x + start + k, mask=start + k < K, other=0.0)
+        acc += tile.to(tl.float32) * value.to(tl.float32)[None, :]
         tile = following
-        if GATED:
-            up_following = tl.load(up + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
-            up_acc += up_tile.to(tl.float32) * value[None, :]
-            up_tile = up_following
-    result = tl.sum(acc, 1)
-    factor = tl.rsqrt(tl.sum(squares) / K + eps) if NORM else 1.0
-    result *= factor
-    if GATED:
-        result = _gated(result, tl.sum(up_acc, 1) * factor, out.dtype.element_ty)
-    if ADD:
-        result = result.to(out.dtype.element_ty).to(tl.float32) + tl.load(stream + n, mask=n < N).to(tl.float32)
-    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
     x: tl.tensor,
     w: tl.tensor,
-    scale: tl.tensor,
-    stream: tl.tensor,
     out: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     x_row: tl.tensor,
     rows: tl.tensor,
     chunk: tl.tensor,
-    eps: tl.tensor,
     M: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     SWAP: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :].
 
     SWAP puts the weights on the side of the tensor core's wide dimension. AHEAD tiles of weights are asked into the L2
-    cache before the wait. NORM, GATED and ADD as in `_one_row`.
+    cache before the wait.
     """
     if PDL:
         gdc_launch_dependents()
@@ -146,9 +104,6 @@ def _few_rows(
         acc = tl.zeros((BN, M), tl.float32)
     else:
         acc = tl.zeros((M, BN), tl.float32)
-    up = base + N.to(tl.int64) * K
-    up_acc = acc
-    squares = tl.zeros((M, BK), tl.float32)
     for start in tl.range(0, chunk, BK, num_stages=STAGES):
         if EVEN:
             a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside, other=0.0)
@@ -157,74 +112,33 @@ def _few_rows(
             inside = k[None, :] + start < K
             a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside & inside, other=0.0)
             b = tl.load(base + k[None, :] + start, mask=wanted & inside, other=0.0, eviction_policy="evict_first")
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += wide * wide
-            a = (wide * tl.load(scale + k + start, mask=k + start < K, other=0.0)[None, :]).to(a.dtype)
         if SWAP:
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
         else:
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
-        if GATED:
-            if EVEN:
-                c = tl.load(up + k[None, :] + start, mask=wanted, other=0.0, eviction_policy="evict_first")
-            else:
-                c = tl.load(up + k[None, :] + start, mask=wanted & inside, other=0.0, eviction_policy="evict_first")
-            if SWAP:
-                up_acc = tl.dot(c, a.T, up_acc, input_precision="ieee")
-            else:
-                up_acc = tl.dot(a, c.T, up_acc, input_precision="ieee")
-    if NORM:
-        factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-        factor = factor[None, :] if SWAP else factor[:, None]
-        acc *= factor
-        up_acc *= factor
-    if GATED:
-        acc = _gated(acc, up_acc, out.dtype.element_ty)
     if SWAP:
-        at = m[None, :] * N + n[:, None]
-        written = (m[None, :] < rows) & wanted
+        to = tl.program_id(1) * rows * N + m[None, :] * N + n[:, None]
+        tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & wanted)
     else:
-        at = m[:, None] * N + n[None, :]
-        written = row_inside & (n[None, :] < N)
-    if ADD:
-        acc = acc.to(out.dtype.element_ty).to(tl.float32) + tl.load(stream + at, mask=written).to(tl.float32)
-    tl.store(out + tl.program_id(1) * rows * N + at, acc.to(out.dtype.element_ty), mask=written)
+        to = tl.program_id(1) * rows * N + m[:, None] * N + n[None, :]
+        tl.store(out + to, acc.to(out.dtype.element_ty), mask=row_inside & (n[None, :] < N))
 
 
-def row_product(
-    x: Tensor,
-    weight: Tensor,
-    plan: RowPlan,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    gated: bool = False,
-    stream: Tensor | None = None,
-    out: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """x @ weight.T without a bias, with what comes before and after it in a decoder layer.
+def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """x @ weight.T without a bias.
 
     Args:
         x: [rows, K], 1 to 16 rows, contiguous along K.
-        weight: [N, K], contiguous; [2 N, K] where gated.
-        norm: (scale [K] float32, eps): multiply `norm.rms_norm` of x instead of x.
-        gated: give silu(first N columns) * (last N), as `activation.silu_mul` of the product.
-        stream: [rows, N] contiguous, added to the result.
-        out: where to put the result, which may be `stream`; partial sums are float32 [plan.splits, rows, N].
+        weight: [N, K], contiguous.
+        out: where to put the result; partial sums are float32 [plan.splits, rows, N].
     Returns:
         [rows, N] in x's dtype where the plan has one split, else partial sums.
 
     Raises:
-        ValueError: rows, a layout, or a norm, gate or stream that the plan's kernel does not take.
+        ValueError: rows or a layout that the plan's kernel does not take.
     """
     rows, k = x.shape
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    fused = norm is not None or gated or stream is not None
-    if fused and (plan.splits > 1 or plan.kind == "library"):
-        raise ValueError(
-            f"a {plan.kind} product with {plan.splits} splits cannot norm, gate or add: it has no whole sums"
-        )
+    n = weight.shape[0]
     if plan.kind == "library":
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
     if rows > (1 if plan.kind == "fma" else MAX_ROWS) or x.stride(1) != 1 or not weight.is_contiguous():
@@ -232,22 +146,15 @@ def row_product(
     if out is None:
         shape = (rows, n) if plan.splits == 1 else (plan.splits, rows, n)
         out = torch.empty(shape, dtype=x.dtype if plan.splits == 1 else torch.float32, device=x.device)
-    scale, eps = norm if norm is not None else (x, 0.0)
     if plan.kind == "fma":
         _one_row[(triton.cdiv(n, plan.block_n),)](
             x,
             weight,
-            scale,
-            stream if stream is not None else x,
             out,
             n,
             k,
-            eps,
             BN=plan.block_n,
             BK=plan.block_k,
-            NORM=norm is not None,
-            GATED=gated,
-            ADD=stream is not None,
             EVEN=k % plan.block_k == 0,
             PDL=pdl,
             num_warps=plan.warps,
@@ -258,24 +165,18 @@ def row_product(
     _few_rows[(triton.cdiv(n, plan.block_n), plan.splits)](
         x,
         weight,
-        scale,
-        stream if stream is not None else x,
         out,
         n,
         k,
         x.stride(0),
         rows,
         triton.cdiv(k, step) * plan.block_k,
-        eps,
         M=MAX_ROWS,
         BN=plan.block_n,
         BK=plan.block_k,
         STAGES=plan.stages,
         AHEAD=plan.ahead if x.is_cuda else 0,
         SWAP=plan.kind == "swap",
-        NORM=norm is not None,
-        GATED=gated,
-        ADD=stream is not None,
         EVEN=k % step == 0,
         PDL=pdl,
         num_warps=plan.warps,
