@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import FixedLength
 from nextn.engine.executor import EagerExecutor
@@ -20,34 +16,9 @@ from nextn.engine.request import Request, Running
 from nextn.engine.runner import PlainRunner
 from nextn.engine.scheduler import Scheduler
 from nextn.errors import NextnError
-from nextn.models.decoder import Decoder
-from nextn.models.load import load_decoder
-from tests.oracle.checkpoints import make_checkpoint
+from tests.engine.traces import tiny
 
 VOCAB = 11
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-    "max_position_embeddings": 200,
-}
-
-
-@functools.cache
-def tiny() -> Decoder:
-    """A hybrid decoder of two layers with its head, in float64."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = make_checkpoint(Path(folder), "qwen3_5", **SIZES)
-        return load_decoder(open_checkpoint(made), dtype=torch.float64, device=torch.device("cpu"))[0]
 
 
 def scheduler(
