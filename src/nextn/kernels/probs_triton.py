@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nextn.kernels.tokens_triton import BLOCK, best_blocks, best_of_blocks
 
 PASSES = 8
+LANES = 256
 
 
 @triton.jit
@@ -43,34 +44,32 @@ def _resolve(
     row: tl.tensor,
     rows: tl.tensor,
     blocks: tl.tensor,
-    PASS: tl.constexpr,
+    number: tl.tensor,
     MASS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(lowest key of the value chosen in pass PASS, what lies below it, goal); limit is k, or the share of top-p."""
+    """(lowest key of the value chosen in pass `number`, what lies below it, goal).
+
+    limit is k, or the share of top-p: the first pass finds the mass that it is a share of.
+    """
     n = tl.arange(0, PADDED)
     j = tl.arange(0, 16)
-    at = ((PASS * rows + row) * blocks + n[:, None]) * 16 + j[None, :]
+    at = ((number * rows + row) * blocks + n[:, None]) * 16 + j[None, :]
     held = tl.sum(tl.load(part + at, mask=n[:, None] < blocks, other=0.0).to(tl.float64), 0)
-    if PASS == 0:
-        base = 0.0 * limit
-        before = 0.0 * limit
-        if MASS:
-            goal = limit * tl.sum(held)
-        else:
-            goal = limit
-    else:
-        line = state + (PASS * rows + row) * 3
-        base = tl.load(line)
-        before = tl.load(line + 1)
-        goal = tl.load(line + 2)
+    line = state + (number * rows + row) * 4
+    known = number > 0
+    base = tl.load(line, mask=known, other=0.0)
+    before = tl.load(line + 1, mask=known, other=0.0)
+    goal = tl.load(line + 2, mask=known, other=0.0)
+    first_goal = limit * tl.sum(held) if MASS else limit
+    goal = tl.where(known, goal, first_goal)
     reached = before + tl.cumsum(held, 0)
     chosen = tl.minimum(tl.sum((reached < goal).to(tl.int32)), 15)
     before += tl.sum(tl.where(j < chosen, held, 0.0))
-    return base + (chosen.to(tl.int64) << (28 - 4 * PASS)).to(tl.float64), before, goal
+    return base + (chosen.to(tl.int64) << (28 - 4 * number)).to(tl.float64), before, goal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _search(
     logits: tl.tensor,
     values: tl.tensor,
@@ -85,41 +84,54 @@ def _search(
     blocks: tl.tensor,
     rows: tl.tensor,
     per_sequence: tl.tensor,
+    number: tl.tensor,
     BLOCK: tl.constexpr,
-    PASS: tl.constexpr,
+    LANES: tl.constexpr,
+    FIRST: tl.constexpr,
     MASS: tl.constexpr,
     FLOOR: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One pass: how much of a block each value of the next four bits holds, among keys up to the row's floor."""
+    """Pass `number`: how much of a block each value of the next four bits holds, among keys up to the row's floor.
+
+    state [passes, rows, 4]: lowest key of the values still in question, what lies below it, goal, largest logit.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     sequence = row // per_sequence
-    best, _ = best_of_blocks(values, ids, row, blocks, PADDED)
     warm = tl.load(temperature + sequence).to(tl.float32)
-    base = best.to(tl.float64) * 0.0
-    if PASS > 0:
+    if FIRST:
+        best, _ = best_of_blocks(values, ids, row, blocks, PADDED)
+        start = tl.full((), 0, tl.int64)
+        if tl.program_id(0) == 0:
+            tl.store(state + row * 4 + 3, best.to(tl.float64))
+    else:
         limit = tl.load(limits + sequence).to(tl.float64)
-        base, before, goal = _resolve(part, state, limit, row, rows, blocks, PASS - 1, MASS, PADDED)
-        line = state + (PASS * rows + row) * 3
+        best = tl.load(state + ((number - 1) * rows + row) * 4 + 3).to(tl.float32)
+        base, before, goal = _resolve(part, state, limit, row, rows, blocks, number - 1, MASS, PADDED)
+        start = base.to(tl.int64)
+        line = state + (number * rows + row) * 4
         if tl.program_id(0) == 0:
             tl.store(line, base)
             tl.store(line + 1, before)
             tl.store(line + 2, goal)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key, weight = _keys(logits, best, warm, row, at, row_stride, width)
-    if MASS:
-        if FLOOR:
-            weight = tl.where(key <= tl.load(floors + row), weight, 0.0)
-    else:
-        weight = tl.where(at < width, 1.0, 0.0)
-    value = (key - base.to(tl.int64)) >> (28 - 4 * PASS)
+            tl.store(line + 3, best.to(tl.float64))
     j = tl.arange(0, 16)
-    held = tl.sum(tl.where(value[:, None] == j[None, :], weight[:, None], 0.0), 0)
-    tl.store(part + ((PASS * rows + row) * blocks + tl.program_id(0)) * 16 + j, held)
+    held = tl.zeros((LANES, 16), tl.float32)
+    for chunk in tl.static_range(0, BLOCK, LANES):
+        at = tl.program_id(0) * BLOCK + chunk + tl.arange(0, LANES)
+        key, weight = _keys(logits, best, warm, row, at, row_stride, width)
+        if MASS:
+            if FLOOR:
+                weight = tl.where(key <= tl.load(floors + row), weight, 0.0)
+        else:
+            weight = tl.where(at < width, 1.0, 0.0)
+        value = (key - start) >> (28 - 4 * number)
+        held += tl.where(value[:, None] == j[None, :], weight[:, None], 0.0)
+    tl.store(part + ((number * rows + row) * blocks + tl.program_id(0)) * 16 + j, tl.sum(held, 0))
 
 
 @triton.jit
@@ -133,7 +145,7 @@ def _cut(
     blocks: tl.tensor,
     rows: tl.tensor,
     per_sequence: tl.tensor,
-    PASS: tl.constexpr,
+    last: tl.tensor,
     MASS: tl.constexpr,
     FLOOR: tl.constexpr,
     PADDED: tl.constexpr,
@@ -145,12 +157,13 @@ def _cut(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     limit = tl.load(limits + row // per_sequence).to(tl.float64)
-    base, before, goal = _resolve(part, state, limit, row, rows, blocks, PASS, MASS, PADDED)
+    base, before, goal = _resolve(part, state, limit, row, rows, blocks, last, MASS, PADDED)
     key = base.to(tl.int64)
     everything = tl.full((), 2147483647, tl.int64)
     if MASS:
         weight = tl.exp(-(key.to(tl.int32).to(tl.float32, bitcast=True))).to(tl.float64)
-        allowed = tl.ceil(tl.maximum(tl.minimum((goal - before) / tl.maximum(weight, 1e-40), 1e9), 1.0)).to(tl.int32)
+        share = tl.minimum((goal - before) / tl.maximum(weight, 1e-40), 1e9)
+        allowed = tl.ceil(tl.maximum(share, 1.0)).to(tl.int32)
         off = limit >= 1
         if FLOOR:
             everything = tl.load(floors + row)
@@ -283,8 +296,8 @@ def process(
     searches = [(limits, mass) for limits, mass in ((top_k, False), (top_p, True)) if limits is not None]
     for i, (limits, mass) in enumerate(searches):
         part = torch.empty(PASSES, rows, blocks, 16, dtype=torch.float32, device=device)
-        state = torch.empty(PASSES, rows, 3, dtype=torch.float64, device=device)
-        options = {"MASS": mass, "FLOOR": i > 0, "PADDED": padded, "PDL": pdl, "launch_pdl": pdl}
+        state = torch.empty(PASSES, rows, 4, dtype=torch.float64, device=device)
+        options = {"MASS": mass, "FLOOR": i > 0, "PADDED": padded, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
         for number in range(PASSES):
             _search[(blocks, rows)](
                 flat,
@@ -300,25 +313,13 @@ def process(
                 blocks,
                 rows,
                 per_sequence,
+                number,
                 BLOCK=BLOCK,
-                PASS=number,
-                num_warps=8,
+                LANES=LANES,
+                FIRST=number == 0,
                 **options,
             )
-        _cut[(rows,)](
-            limits,
-            part,
-            state,
-            cuts[0],
-            cuts[i],
-            ties,
-            blocks,
-            rows,
-            per_sequence,
-            PASS=PASSES - 1,
-            num_warps=4,
-            **options,
-        )
+        _cut[(rows,)](limits, part, state, cuts[0], cuts[i], ties, blocks, rows, per_sequence, PASSES - 1, **options)
     cut = cuts[len(searches) - 1] if searches else cuts
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     tied = torch.empty(rows, blocks, dtype=torch.int32, device=device)
