@@ -121,7 +121,7 @@ def _search(
             tl.store(line + 3, best.to(tl.float64))
     j = tl.arange(0, 16)
     held = tl.zeros((LANES, 16), tl.float32)
-    for chunk in tl.static_range(0, BLOCK, LANES):
+    for chunk in range(0, BLOCK, LANES):
         at = tl.program_id(0) * BLOCK + chunk + tl.arange(0, LANES)
         key, weight = _keys(logits, best, warm, row, at, row_stride, width)
         if MASS:
