@@ -1,0 +1,111 @@
+"""Two processes under torchrun, sharded with FSDP2, take the same steps as one, and share its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nextn.checkpoint.source import open_checkpoint
+from nextn.train.config import TrainConfig
+from nextn.train.processes import Processes
+from nextn.train.shard import gathered, shard
+from nextn.train.start import start
+from tests.train import runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    runs.data(folder / "data.jsonl", repeat=True)
+    runs.data(folder / "eval.jsonl", lines=8, seed=5, repeat=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> Path:
+    return runs.target(root / "model", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def tied(root: Path) -> Path:
+    return runs.target(root / "tied", "qwen3_5_moe", tied=True)
+
+
+def launch(made: TrainConfig, world: int) -> None:
+    """The command itself, in `world` processes."""
+    words = [f"{key}={value}" for key, value in made.model_dump(exclude_none=True).items() if key != "data"]
+    words.append(f"data={made.data[0]}" if made.data else "data=[]")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    done = subprocess.run(
+        [sys.executable, *start, "-m", "nextn.cli", "train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def config(root: Path, model: Path, output: str, **values: Any) -> TrainConfig:
+    return runs.config(root, model, output=str(root / output), accumulation=2, **values)
+
+
+def test_two_processes_take_the_steps_of_one(root: Path, model: Path) -> None:
+    """Losses to 1e-5 in float32; the head as well; accept length is the same."""
+    options: dict[str, Any] = {"eval": str(root / "eval.jsonl"), "eval_every": 3, "eval_draft_tokens": 2, "save": 3}
+    alone = config(root, model, "one", **options)
+    facts = runs.trainer(alone).run()
+    together = config(root, model, "two", **options)
+    launch(together, 2)
+    found, expected = runs.losses(together), runs.losses(alone)
+    assert len(found) == 6
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-5
+    mine, theirs = (load_file(Path(c.output) / "model.safetensors") for c in (together, alone))
+    assert max(float((mine[k] - theirs[k]).abs().max()) for k in theirs) < 1e-4
+    assert len(open_checkpoint(together.output).tensors) == len(theirs)
+    assert runs.evaluations(together)[3] == pytest.approx(runs.evaluations(alone)[3], abs=1e-3)
+    assert facts["steps"] == 6
+
+
+def test_a_run_goes_on_with_another_number_of_processes(root: Path, tied: Path) -> None:
+    """Three steps by two processes, the rest by one: the losses of six steps by one. Embedding and output head are one
+    sharded tensor here, in bfloat16."""
+    options: dict[str, Any] = {"schedule": "constant", "target_dtype": "bfloat16"}
+    whole = config(root, tied, "whole", **options)
+    runs.trainer(whole).run()
+    launch(config(root, tied, "parts", **options, steps=3, save=3), 2)
+    rest = config(root, tied, "parts", **options)
+    runs.trainer(rest).run()
+    pairs = zip(runs.losses(rest), runs.losses(whole), strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-4
+
+
+def test_every_parameter_is_sharded(root: Path, model: Path) -> None:
+    """Each of two processes holds half of each matrix; outside a step nothing is whole, inside only what is used."""
+    begun = start(config(root, model, "none"), torch.device("cpu"))
+    sizes = {name: p.numel() for name, p in begun.model.named_parameters()}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        shard(begun.model, begun.unroll, Processes(0, 2, torch.device("cpu")))
+        for name, parameter in begun.model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert parameter.to_local().numel() == -(-parameter.shape[0] // 2) * (sizes[name] // parameter.shape[0])
+        with gathered(begun.model):
+            weight = begun.model.output_weight
+            assert not isinstance(weight, DTensor)
+            assert weight.shape == (97, 32)
+            assert isinstance(begun.model.layers[0].input_norm.weight, DTensor)  # type: ignore[union-attr, index]
+        assert isinstance(begun.model.output_weight, DTensor)
+    finally:
+        dist.destroy_process_group()

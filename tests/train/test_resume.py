@@ -1,0 +1,195 @@
+"""A run that was killed and resumed gives the losses of one that was not, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nextn.errors import NextnError
+from nextn.train.hidden_cache import write_cache
+from nextn.train.step import HeadStep
+from tests.train import runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    runs.target(folder / "model", "qwen3_5")
+    runs.data(folder / "data.jsonl", lines=15, repeat=True)
+    runs.data(folder / "eval.jsonl", lines=8, seed=5, repeat=True)
+    return folder
+
+
+class KilledError(Exception):
+    """Stands for the process ending."""
+
+
+def killed_after(steps: int, made: Any) -> None:
+    """Run until `steps` steps are taken, and drop everything."""
+    taken = 0
+    whole = HeadStep.__call__
+
+    def step(self: HeadStep, items: Any) -> Any:
+        nonlocal taken
+        if taken == steps:
+            raise KilledError
+        taken += 1
+        return whole(self, items)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadStep, "__call__", step)
+        with pytest.raises(KilledError):
+            runs.trainer(made).run()
+
+
+@pytest.mark.parametrize(("kills", "save", "seed"), [([5], 2, 0), ([1, 3, 1], 1, 3), ([2, 3, 4], 4, 7)])
+def test_losses_are_those_of_an_uninterrupted_run(
+    root: Path, tmp_path: Path, kills: list[int], save: int, seed: int
+) -> None:
+    """Killed again and again, over the end of the data; evaluations and the final head are the same too."""
+    options: dict[str, Any] = {"steps": 8, "save": save, "seed": seed, "eval": str(root / "eval.jsonl")}
+    options |= {"eval_every": 4, "eval_draft_tokens": 2, "loss": "lk"}
+    whole = runs.config(root, root / "model", **options, output=str(tmp_path / "whole"))
+    parts = runs.config(root, root / "model", **options, output=str(tmp_path / "parts"))
+    facts = runs.trainer(whole).run()
+    for steps in kills:
+        killed_after(steps, parts)
+    resumed = runs.trainer(parts).run()
+    assert runs.losses(parts) == runs.losses(whole)
+    assert runs.evaluations(parts) == runs.evaluations(whole)
+    heads = [(Path(c.output) / "model.safetensors").read_bytes() for c in (whole, parts)]
+    assert heads[0] == heads[1]
+    for key in ("steps", "tokens", "loss", "before", "after", "best_step", "data"):
+        assert resumed[key] == facts[key]
+
+
+def test_a_real_kill(root: Path) -> None:
+    """SIGKILL in the middle of the command; the same command goes on."""
+    made = runs.config(root, root / "model", steps=400, save=5, output=str(root / "killed"), keep=1)
+    words = [f"{k}={v}" for k, v in made.model_dump(exclude_none=True).items() if k not in ("data", "resume")]
+    command = [sys.executable, "-m", "nextn.cli", "train", f"data={made.data[0]}", *words]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    log = Path(made.output) / "logs" / "log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and len(log.read_text().splitlines()) > 12) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    resumed = runs.trainer(made)
+    begun = resumed.step.done
+    assert begun >= 10
+    assert begun % 5 == 0
+    for _ in range(4):
+        resumed._one_step(None)
+    whole = runs.config(root, root / "model", steps=400, save=400, output=str(root / "same"))
+    straight = runs.trainer(whole)
+    for _ in range(begun + 4):
+        straight._one_step(None)
+    assert straight.tally.loss == resumed.tally.loss
+    assert [p.name for p in (Path(made.output) / "checkpoints").glob("step-*")] == [f"step-{begun}"]
+
+
+def test_checkpoints_kept(root: Path) -> None:
+    made = runs.config(root, root / "model", steps=7, save=2, keep=2, output=str(root / "kept"))
+    runs.trainer(made).run()
+    assert sorted(p.name for p in (root / "kept" / "checkpoints").iterdir()) == ["step-6", "step-7"]
+
+
+def test_longer_than_planned(root: Path) -> None:
+    """More steps may be asked for later; with a constant rate that is the longer run."""
+    options: dict[str, Any] = {"schedule": "constant", "warmup": 0}
+    runs.trainer(runs.config(root, root / "model", **options, steps=3, output=str(root / "longer"))).run()
+    longer = runs.config(root, root / "model", **options, steps=6, output=str(root / "longer"))
+    runs.trainer(longer).run()
+    whole = runs.config(root, root / "model", **options, steps=6, output=str(root / "long"))
+    runs.trainer(whole).run()
+    assert runs.losses(longer) == runs.losses(whole)
+
+
+def test_refuses_another_runs_output(root: Path) -> None:
+    options: dict[str, Any] = {"steps": 2, "output": str(root / "taken")}
+    runs.trainer(runs.config(root, root / "model", **options)).run()
+    with pytest.raises(NextnError, match=r"another lr \(0.01, now 0.02\)"):
+        runs.trainer(runs.config(root, root / "model", **options, lr=0.02))
+    with pytest.raises(NextnError, match="resume is false"):
+        runs.trainer(runs.config(root, root / "model", **options, resume=False))
+    done = runs.trainer(runs.config(root, root / "model", **options)).run()
+    assert done["steps"] == 2
+
+
+def test_a_damaged_checkpoint_is_named(root: Path) -> None:
+    options: dict[str, Any] = {"steps": 2, "output": str(root / "damaged")}
+    runs.trainer(runs.config(root, root / "model", **options)).run()
+    for file in (root / "damaged" / "checkpoints" / "step-2").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(NextnError, match="step-2 cannot be read"):
+        runs.trainer(runs.config(root, root / "model", **options))
+
+
+# -- cached hidden states -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", ["native", "scratch"])
+def test_cached_states_give_the_same_losses(root: Path, init: str, tmp_path: Path) -> None:
+    """Cached in two visits and small shards, trained from without the target's layers, killed and resumed."""
+    online = runs.config(root, root / "model", init=init, steps=5, save=2, output=str(tmp_path / "online"))
+    made = runs.trainer(online)
+    out = tmp_path / "cache"
+    for count in (2, 5):
+        source = runs.trainer(online).source
+        facts = write_cache(made.begun.model, source, online, out, count, shard_bytes=10_000)  # type: ignore[arg-type]
+    assert facts["batches"] == 5
+    assert len(facts["shards"]) > 2
+    made.run()
+    offline = runs.config(
+        root, root / "model", init=init, steps=5, save=2, data=[], cache=str(out), output=str(tmp_path / "offline")
+    )
+    begun = runs.trainer(offline)
+    assert not hasattr(begun.begun.model, "layers")
+    killed_after(3, offline)
+    runs.trainer(offline).run()
+    assert runs.losses(offline) == runs.losses(online)
+    heads = [(Path(c.output) / "model.safetensors").read_bytes() for c in (online, offline)]
+    assert heads[0] == heads[1]
+
+
+def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
+    runs.target(tmp_path / "other", "qwen3_5", seed=1)
+    made = runs.config(root, root / "model", steps=1)
+    one = runs.trainer(made)
+    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 1)  # type: ignore[arg-type]
+    with pytest.raises(NextnError, match="another target"):
+        runs.trainer(runs.config(root, tmp_path / "other", cache=str(tmp_path / "cache"), output=str(tmp_path / "h")))
+    other = runs.config(root, root / "model", seed=7)
+    with pytest.raises(NextnError, match="another seed"):
+        write_cache(one.begun.model, one.source, other, tmp_path / "cache", 2)  # type: ignore[arg-type]
+    (tmp_path / "cache" / "states-00000.safetensors").write_bytes(b"\0" * 64)
+    broken = runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
+    with pytest.raises(NextnError, match="cannot be read"):
+        runs.trainer(broken).run()
+    (tmp_path / "cache" / "cache.json").write_text(json.dumps({}))
+    with pytest.raises(NextnError, match="another target"):
+        runs.trainer(broken)
+
+
+def test_a_cache_goes_round(root: Path, tmp_path: Path) -> None:
+    """More steps than batches: the batches come again in the same order."""
+    made = runs.config(root, root / "model", steps=1)
+    one = runs.trainer(made)
+    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 2)  # type: ignore[arg-type]
+    source = runs.trainer(
+        runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
+    ).source
+    taken = [source.take()[0].ids for _ in range(4)]
+    assert torch.equal(taken[0], taken[2])
+    assert torch.equal(taken[1], taken[3])
+    assert not torch.equal(taken[0], taken[1])
