@@ -10,11 +10,9 @@ import typer
 
 from nextn.errors import NextnError
 
-PROMPTS = (
-    "import os\nimport sys\n\n\ndef main():\n",
-    "class Queue:\n    def __init__(self, maxsize=0):\n",
-    "def test_copy(self):\n",
-)
+PROMPTS = ("class Counter(dict):", "def _parse_args(argv=None):", "def test_copy(self):")
+REPETITION_PENALTY = 1.2
+"""A model as small as the embedded one repeats itself without."""
 
 
 def demo(
@@ -65,10 +63,14 @@ def demo(
             f"memory, of them the head {loaded.report.head_bytes / 1e6:.1f} MB"
         )
         console.print(
-            "\nDecoding greedily. Green: draft tokens that the model agreed with. Red: the first that it did not. "
-            "Plain: the model's own next token.\n"
+            f"\nDecoding greedily, repetition penalty {REPETITION_PENALTY}. Green: draft tokens that the model agreed with. "
+            "Red: the first that it did not. Plain: the model's own next token.\n"
         )
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "repetition_penalty": REPETITION_PENALTY,
+    }
     for k in (0, draft_tokens):
         api.generate(loaded, PROMPTS[0], draft_tokens=k, max_tokens=8, temperature=0.0)
     rows = []
@@ -126,21 +128,22 @@ def summarise(rows: list[tuple[str, Any, Any]]) -> dict[str, Any]:
 
 def table(out: dict[str, Any]) -> Any:
     """The closing table."""
+    from rich import box
     from rich.table import Table
 
-    drawn = Table(title="With the head against without it", title_justify="left")
+    drawn = Table(box=box.SIMPLE_HEAD, title="With the head against without it", title_justify="left", padding=(0, 1))
+    drawn.add_column("prompt", no_wrap=True, max_width=20)
     for name in (
-        "prompt",
-        "identical tokens",
-        "accept length",
-        "acceptance by position",
-        "tokens/s",
-        "without",
-        "gain",
+        "identical\ntokens",
+        "accept\nlength",
+        "acceptance\nby position",
+        "tokens/s\nwith",
+        "tokens/s\nwithout",
+        "\ngain",
     ):
-        drawn.add_column(name, justify="left" if name == "prompt" else "right")
+        drawn.add_column(name, justify="right", no_wrap=True)
     for row in [*out["prompts"], out]:
-        name = "all" if row["prompt"] is None else row["prompt"].strip().splitlines()[0][:24]
+        name = "all" if row["prompt"] is None else row["prompt"].strip().splitlines()[0]
         drawn.add_row(
             name,
             "[green]yes[/]" if row["identical"] else "[red]no[/]",

@@ -45,7 +45,7 @@ def loading(out: TextIO) -> Iterator[Progress]:
             bar.update(task, completed=done, total=total)
         elif now - last > 10:
             last = now
-            print(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=out, flush=True)
+            print(f"loading weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=out, flush=True)
 
     try:
         yield show
