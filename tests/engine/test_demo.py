@@ -24,7 +24,9 @@ def test_story(capsys: pytest.CaptureFixture[str]) -> None:
     table = out[out.index("With the head against without it") :]
     assert table.count("yes") == len(PROMPTS) + 1
     assert "no " not in table
-    assert max(map(len, table.splitlines())) <= 80
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line[22:] for line in lines), "a figure is cut off"
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,8 +63,8 @@ def demo(
             f"memory, of them the head {loaded.report.head_bytes / 1e6:.1f} MB"
         )
         console.print(
-            f"\nDecoding greedily, repetition penalty {REPETITION_PENALTY}. Green: draft tokens that the model agreed with. "
-            "Red: the first that it did not. Plain: the model's own next token.\n"
+            f"\nDecoding greedily, repetition penalty {REPETITION_PENALTY}. Green: draft tokens that the model agreed "
+            "with. Red: the first that it did not. Plain: the model's own next token.\n"
         )
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -131,8 +131,10 @@ def table(out: dict[str, Any]) -> Any:
     from rich import box
     from rich.table import Table
 
-    drawn = Table(box=box.SIMPLE_HEAD, title="With the head against without it", title_justify="left", padding=(0, 1))
-    drawn.add_column("prompt", no_wrap=True, max_width=20)
+    drawn = Table(
+        box=box.SIMPLE_HEAD, title="With the head against without it", title_justify="left", padding=(0, 1, 0, 0)
+    )
+    drawn.add_column("prompt", no_wrap=True, max_width=18)
     for name in (
         "identical\ntokens",
         "accept\nlength",
