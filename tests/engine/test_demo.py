@@ -26,7 +26,7 @@ def test_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no " not in table
     lines = table.splitlines()
     assert max(map(len, lines)) <= 80
-    assert not any("…" in line[22:] for line in lines), "a figure is cut off"
+    assert not any("…" in line[16:] for line in lines), "a figure is cut off"
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ def table(out: dict[str, Any]) -> Any:
     drawn = Table(
         box=box.SIMPLE_HEAD, title="With the head against without it", title_justify="left", padding=(0, 1, 0, 0)
     )
-    drawn.add_column("prompt", no_wrap=True, max_width=18)
+    drawn.add_column("prompt", no_wrap=True, max_width=14)
     for name in (
         "identical\ntokens",
         "accept\nlength",
