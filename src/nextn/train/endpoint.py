@@ -15,8 +15,8 @@ from typing import Any
 from nextn.errors import NextnError
 from nextn.train.dialogue import Answer, Dialogue, RefusedError
 
-RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""HTTP status codes after which the same request may succeed."""
+RETRIED = frozenset({408, 409, 429})
+"""HTTP status codes, beside 500 and above, after which the same request may succeed."""
 LONGEST_WAIT_SECONDS = 60.0
 
 
@@ -119,7 +119,7 @@ class Endpoint:
                     raise NextnError(
                         f"{self.url}/{path} answers {error.code}: {said}.", "Check the address, the key and the model."
                     ) from None
-                if error.code not in RETRIED:
+                if error.code < 500 and error.code not in RETRIED:
                     raise RefusedError(f"{error.code}: {said}") from None
                 problem = f"{error.code}: {said}"
                 wait = max(wait, _asked_wait(error))
