@@ -37,7 +37,7 @@ class Chain:
     """A geometry's layers, `batch` sequences of `context` positions, `rows` new rows each.
 
     Args:
-        parts: programs that share a sequence in attention.
+        parts: programs that share a sequence in attention, or None for its own choice.
         replay: the delta net's state by replay, else by snapshots.
     """
 
@@ -49,7 +49,7 @@ class Chain:
         context: int,
         plans: RowPlans,
         *,
-        parts: int = 16,
+        parts: int | None = None,
         replay: bool = True,
     ) -> None:
         self.g, self.batch, self.rows, self.context, self.plans = g, batch, rows, context, plans

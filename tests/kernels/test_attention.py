@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from nextn.kernels import attention, rope
@@ -67,13 +69,13 @@ def test_heads_are_normed_rotated_and_stored(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows,heads,kv_heads,dim,page,lengths,parts,gate_splits",
-    [(1, 4, 2, 32, 16, [1, 40], 3, None), (4, 2, 1, 64, 8, [70, 33], 2, 0), (2, 6, 2, 24, 4, [9, 100, 31], 5, 2),
+    [(1, 4, 2, 32, 16, [1, 40], None, None), (4, 2, 1, 64, 8, [70, 33], 2, 0), (2, 6, 2, 24, 4, [9, 100, 31], 5, 2),
      (9, 2, 2, 16, 16, [0, 1], 4, None), real(4, 16, 4, 256, 64, [1024] * 8, 16, 0),
      real(1, 8, 2, 256, 16, [5, 4000, 777], 32, 2), real(9, 16, 4, 64, 64, [300] * 32, 8, None)],
 )  # fmt: skip
 def test_attention_over_pages(
-    rows: int, heads: int, kv_heads: int, dim: int, page: int, lengths: list[int], parts: int, gate_splits: int | None,
-    dtype: torch.dtype,
+    rows: int, heads: int, kv_heads: int, dim: int, page: int, lengths: list[int], parts: int | None,
+    gate_splits: int | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     batch = len(lengths)
     table, count = pages_for([n + rows for n in lengths], page)
@@ -110,6 +112,18 @@ def test_attention_over_pages(
     for pool, old in zip((k_pool, v_pool), before, strict=True):
         assert torch.equal(pool.isnan(), old.isnan())
         assert torch.equal(pool.nan_to_num(), old.nan_to_num())
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 1 << 20), st.sampled_from([16, 32, 64]))
+def test_the_number_of_programs_fills_the_card_and_leaves_none_without_a_tile(
+    batch: int, kv_heads: int, positions: int, keys: int
+) -> None:
+    parts = attention_triton.parts_for(batch, kv_heads, positions, keys)
+    assert 1 <= parts <= 64
+    assert (parts - 1) * keys < positions
+    assert (parts - 1) * batch * kv_heads < attention_triton.PROGRAMS
+    enough = parts * batch * kv_heads >= attention_triton.PROGRAMS
+    assert enough or parts == 64 or parts * keys >= positions
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:

@@ -17,6 +17,7 @@ from nextn.kernels.load_triton import load_rows
 from nextn.kernels.support import splits_of
 
 LOG2_E = 1.4426950408889634
+PROGRAMS = 264
 
 
 @triton.jit
@@ -126,6 +127,15 @@ def _combine(
     tl.store(out + (row * HEADS + head) * DIM + d, result.to(dtype), mask=d < DIM)
 
 
+def parts_for(batch: int, kv_heads: int, positions: int, keys: int) -> int:
+    """Programs a sequence and kv head: about two a processor in all, at most one a tile, at most 64.
+
+    Measured on an H200 at 1,024 positions, 4 kv heads: one sequence 11.4, 8.5, 7.5 us with 8, 16, 32 programs; 32
+    sequences 57, 66, 86 us.
+    """
+    return max(1, min(-(-PROGRAMS // (batch * kv_heads)), -(-positions // keys), 64))
+
+
 def paged_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -134,7 +144,7 @@ def paged_attention(
     positions: Tensor,
     scale: float,
     *,
-    parts: int = 16,
+    parts: int | None = None,
     keys: int = 32,
     gate: Tensor | None = None,
     pdl: bool = False,
@@ -146,7 +156,8 @@ def paged_attention(
         k_pool, v_pool: [pages, page_size, kv_heads, head_dim], contiguous, in q's dtype.
         table: [batch, n] page ids.
         positions: [batch, rows], contiguous; row i sees keys at positions <= positions[b, i].
-        parts: programs that share a sequence's tiles of `keys` positions.
+        parts: programs that share a sequence's tiles of `keys` positions; by default what keeps the card busy at this
+            batch (`parts_for`). It decides in which order a row's keys are summed up.
         gate: the merged product's columns from the first gate on, as in `activation_triton.sigmoid_mul`.
     Returns:
         [batch * rows, heads * head_dim] in q's dtype.
@@ -154,6 +165,8 @@ def paged_attention(
     batch, rows = positions.shape
     page, kv_heads, dim = k_pool.shape[1:]
     heads = q.shape[1]
+    if parts is None:
+        parts = parts_for(batch, kv_heads, table.shape[1] * page, keys)
     part = torch.empty(batch * rows, heads, parts, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch * rows, heads, parts, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(batch * rows, heads * dim, dtype=q.dtype, device=q.device)
@@ -198,7 +211,7 @@ def paged_attention(
         GATED=gate is not None,
         GATE_SPLITS=splits_of(gate) if gate is not None else 0,
         PDL=pdl,
-        num_warps=4,
+        num_warps=8 if parts * block_dim > 4096 else 4,
         launch_pdl=pdl,
     )
     return out

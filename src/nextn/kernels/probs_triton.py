@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nextn.kernels.tokens_triton import BLOCK, best_blocks, best_of_blocks
 
 PASSES = 8
-LANES = 256
+LANES = 512
 
 
 @triton.jit
@@ -297,7 +297,7 @@ def process(
     for i, (limits, mass) in enumerate(searches):
         part = torch.empty(PASSES, rows, blocks, 16, dtype=torch.float32, device=device)
         state = torch.empty(PASSES, rows, 4, dtype=torch.float64, device=device)
-        options = {"MASS": mass, "FLOOR": i > 0, "PADDED": padded, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+        options = {"MASS": mass, "FLOOR": i > 0, "PADDED": padded, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
         for number in range(PASSES):
             _search[(blocks, rows)](
                 flat,
