@@ -24,11 +24,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("nextn.engine.command:generate", "Decode with a checkpoint's own MTP head, losslessly."),
     "inspect": ("nextn.inspect.command:inspect", "Say what MTP head a checkpoint carries and which engines run it."),
     "merge": ("nextn.surgery.command:merge", "Put an MTP head into a checkpoint, quantised or not."),
-    "train": ("nextn.train.command:train", "Train an MTP head the way an engine runs it."),
     "regenerate": (
         "nextn.train.regenerate_command:regenerate",
         "Write training data that the target answered itself, from prompts.",
     ),
+    "train": ("nextn.train.command:train", "Train an MTP head the way an engine runs it."),
     "verify": (
         "nextn.verify.command:verify",
         "Prove that a head is whole, that an engine loads it, and that it is wired right.",

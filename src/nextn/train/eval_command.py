@@ -171,9 +171,9 @@ def screen(found: dict[str, Any]) -> list[str]:
     for title, counts in measures(found).items():
         lines.append(row(title, dict(counts)))
     for bucket in found["buckets"]:
-        lines.append(row(f"  context {span(bucket)}", bucket))
+        lines.append(row(f"  greedy, context {span(bucket)}", bucket))
     for name, counts in found["domains"].items():
-        lines.append(row(f"  domain {name}"[: width - 1], counts))
+        lines.append(row(f"  greedy, domain {name}"[: width - 1], counts))
     own = found["own_text"]
     lines.append(f"{found['tokens']} tokens judged, {100 * own:.1f}% of them the target's own choice.")
     return lines
