@@ -35,6 +35,12 @@ def tiny_qwen3_5(hidden: int = 32, layers: int = 3, *, tied: bool = True, mtp: i
         "linear_conv_kernel_dim": 4,
         "tie_word_embeddings": tied,
         "mtp_use_dedicated_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     }
     if mtp is not None:
         text["mtp_num_hidden_layers"] = mtp

@@ -138,11 +138,16 @@ def build(model: str, dtype: str) -> tuple[Any, Any, Any]:
 
 
 def fill(module: Any) -> None:
-    """NaN in every floating parameter (FP8 by its NaN code), 0x5A bytes in integer ones."""
+    """NaN in every floating parameter (FP8 by its NaN code), 0x5A bytes in integer ones.
+
+    Scales of the K/V cache are left: they are made with a value of their own, and checkpoints may do without.
+    """
     import torch
 
     with torch.no_grad():
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            if name.endswith((".k_scale", ".v_scale")):
+                continue
             if parameter.dtype.itemsize == 1 and parameter.dtype.is_floating_point:
                 parameter.view(torch.uint8).fill_(NAN_FP8)
             elif parameter.dtype.is_floating_point:
@@ -241,10 +246,10 @@ def forward(module: Any, rows: dict[str, Any]) -> Any:
     dtype = next(module.parameters()).dtype
     batch.positions = torch.from_numpy(rows["positions"])
     batch.spec_info = types.SimpleNamespace(hidden_states=torch.from_numpy(rows["hidden"]).to(dtype))
-    if "embed" in rows:
-        embed = torch.nn.Parameter(torch.from_numpy(rows["embed"]).to(dtype), requires_grad=False)
-        head = torch.nn.Parameter(torch.from_numpy(rows["head"]).to(dtype), requires_grad=False)
-        module.set_embed_and_head(embed, head)
+    if "embed" in rows:  # set_embed_and_head also empties a GPU's cache
+        with torch.no_grad():
+            for place, name in zip(module.get_embed_and_head(), ("embed", "head"), strict=True):
+                place.copy_(torch.from_numpy(rows[name]))
     with torch.no_grad(), forward_context.forward_context(forward_context.ForwardContext(attn_backend=Rows())):
         return module(ids, batch.positions, batch).next_token_logits.float().numpy()
 
