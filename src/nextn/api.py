@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -20,8 +20,9 @@ from nextn.assets import embedded_model
 from nextn.checkpoint.download import local_folder
 from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.admission import context_room
+from nextn.engine.auto import AutoLength
 from nextn.engine.defaults import GenerationDefaults, read_defaults
-from nextn.engine.draft_length import DraftLength
+from nextn.engine.draft_length import FixedLength
 from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Round, Running, TokenLogprob
@@ -256,9 +257,9 @@ def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -
     Args:
         model: from `load`.
         prompts: text or token ids, one or several.
-        options: `draft_tokens` (K, 0 to 8; 3 by default), `chunk`, `on_step` (called with each `Step`), and the fields
-            of `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the checkpoint's
-            own defaults.
+        options: `draft_tokens` (K, 0 to 8, or ``auto``; 3 by default), `chunk`, `on_step` (called with each `Step`),
+            and the fields of `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the
+            checkpoint's own defaults.
     Returns:
         a `Generation`, or a list of them for several prompts.
     Raises:
@@ -291,7 +292,7 @@ class Run:
         model: Model,
         prompts: Sequence[Prompt],
         *,
-        draft_tokens: int | DraftLength | None = None,
+        draft_tokens: int | Literal["auto"] | None = None,
         chunk: int = 512,
         options_each: Sequence[Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
@@ -300,7 +301,8 @@ class Run:
         if draft_tokens is None:
             draft_tokens = DRAFT_TOKENS if model.has_head else 0
         self.model, self.progress = model, progress
-        self.engine = Engine(model.target, draft=model.draft, draft_tokens=draft_tokens, chunk=chunk)
+        lengths = AutoLength() if draft_tokens == "auto" else FixedLength(draft_tokens)
+        self.engine = Engine(model.target, draft=model.draft, draft_tokens=lengths, chunk=chunk)
         self.requests = [
             self._request(p, options if options_each is None else options_each[i]) for i, p in enumerate(prompts)
         ]

@@ -213,3 +213,20 @@ def test_python_api() -> None:
         generate(model, "a", max_length=3)
     assert generate(model, []) == []
     assert load(embedded_model(), mtp=False).has_head is False
+
+
+def test_automatic_draft_length_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt", "def main():", "--max-tokens", "60", "--temperature", "0", "--dtype", "float64"]
+    plain = answer(capsys, *options, "--no-mtp")
+    auto = answer(capsys, *options, "--draft-tokens", "auto")
+    assert auto["tokens"] == plain["tokens"]
+    assert auto["drafted"] > 0
+    assert auto["accept_length"] == 1 + auto["accepted"] / auto["rounds"]
+
+
+@pytest.mark.parametrize("length", ["0", "9", "12", "", "automatic", "-1", "1.5"])
+def test_draft_lengths_that_do_not_exist(capsys: pytest.CaptureFixture[str], checkpoint: str, length: str) -> None:
+    code, _, err = run(capsys, checkpoint, "--prompt-ids", IDS, f"--draft-tokens={length}")
+    assert code == 2
+    assert "--draft-tokens" in err
+    assert "auto" in err

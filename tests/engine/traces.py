@@ -4,7 +4,7 @@ A trace draws everything: pool, pages, slots, chunks, prompt budget, draft lengt
 results read at once or a round late, arrivals, cancellations, sampling. In float64 rounding flips no choice, so each
 request must get exactly its own tokens: greedy ones those of plain whole-sequence forwards, without cache, head or
 engine code; sampled ones, and a share of the greedy ones, those of the same request decoded alone with the same
-draft lengths, rounds included.
+draft lengths, rounds included. Of that share the drafts are compared with whole-sequence forwards of the head too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from nextn.engine.scheduler import Scheduler
 from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
+from tests.engine.models import plain_drafts
 from tests.oracle.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -185,12 +186,18 @@ def run_trace(seed: int) -> Outcome:
     return outcome
 
 
+@torch.inference_mode()
 def compare(model: Decoder, request: Request, s: Running, most: int, *, repeat: bool) -> None:
     """Hold a sequence to what its request gets alone; a cancelled one to the beginning of it."""
     if request.params.greedy:
         assert s.tokens == choices(model, request, s.tokens), "not the target's own tokens"
     if request.params.greedy and not repeat:
         return
+    if request.params.greedy and not (request.params.penalised or request.params.logit_bias):
+        ids = list(request.prompt) + s.tokens[:1]
+        for r in s.rounds:
+            assert list(r.drafts) == plain_drafts(model, ids, len(r.drafts)), "not the head's own drafts"
+            ids += r.tokens
     alone = decode_alone(model, request, [len(r.drafts) for r in s.rounds], most)
     if s.finish == "cancelled":
         assert alone.tokens[: len(s.tokens)] == s.tokens
@@ -199,7 +206,6 @@ def compare(model: Decoder, request: Request, s: Running, most: int, *, repeat: 
         assert (alone.tokens, alone.rounds, alone.finish) == (s.tokens, s.rounds, s.finish)
 
 
-@torch.inference_mode()
 def choices(model: Decoder, request: Request, tokens: list[int]) -> list[int]:
     """The target's greedy choice before each of the tokens, all in one forward."""
     prompt = list(request.prompt)

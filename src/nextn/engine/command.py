@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -39,7 +39,8 @@ def generate(
         bool, typer.Option("--show-drafts", help="Colour accepted draft tokens green, rejected ones red.")
     ] = False,
     draft_tokens: Annotated[
-        int | None, typer.Option("--draft-tokens", "-k", help="Draft length K, 1 to 8 [3].")
+        str | None,
+        typer.Option("--draft-tokens", "-k", help="Draft length K, 1 to 8 [3], or auto: what pays, round by round."),
     ] = None,
     no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Decode without the head.")] = False,
     separate_draft: Annotated[
@@ -108,10 +109,7 @@ def generate(
             "No prompt is given." if given == 0 else "More than one prompt is given.",
             "Give one of --prompt TEXT, --prompt-file FILE, --prompt-ids 1,2,3.",
         )
-    if draft_tokens is not None and not 1 <= draft_tokens <= 8:
-        raise NextnError(
-            f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8, or --no-mtp for no drafts."
-        )
+    length = _draft_tokens(draft_tokens) if draft_tokens is not None else None
     if chunk < 1:
         raise NextnError(f"--chunk is {chunk}.", "Give a whole number of 1 or more.")
     if no_mtp and (separate_draft or head is not None):
@@ -169,7 +167,7 @@ def generate(
     else:
         assert text is not None
         given_prompt = text
-    run = api.Run(loaded, [given_prompt], draft_tokens=0 if no_mtp else draft_tokens, chunk=chunk, **options)
+    run = api.Run(loaded, [given_prompt], draft_tokens=0 if no_mtp else length, chunk=chunk, **options)
     if as_json:
         for _ in run:
             pass
@@ -193,6 +191,16 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str | None:
         raise NextnError(f"{file} cannot be read: {error.strerror}.", "Check the path.") from None
     except UnicodeDecodeError:
         raise NextnError(f"{file} is not UTF-8 text.", "Convert it, or give --prompt-ids.") from None
+
+
+def _draft_tokens(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if text not in list("12345678"):
+        raise NextnError(
+            f"--draft-tokens is {text[:20]}.", "Give a whole number from 1 to 8, auto, or --no-mtp for no drafts."
+        )
+    return int(text)
 
 
 def _ids(text: str) -> list[int]:
