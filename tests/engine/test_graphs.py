@@ -15,9 +15,11 @@ pytest.importorskip("triton")
 from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
+from nextn.engine.engine import Engine
 from nextn.engine.fused import FusedRunner
 from nextn.engine.graphs import GraphExecutor, HostRound, bucket_of
 from nextn.engine.prefill import prefill
+from nextn.engine.request import Request, Round, Running
 from nextn.engine.round import decode_round
 from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.models.decoder import Decoder, Drafter
@@ -158,3 +160,25 @@ def test_draft_work_writes_only_draft_pools(dtype: torch.dtype) -> None:
     assert torch.equal(guards[0], cache.draft_k[:, guard])
     assert torch.equal(guards[1], cache.draft_v[:, guard])
     assert not torch.equal(drafts, cache.draft_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [0, 3])
+def test_engine_over_graphs_equals_eager_engine(dtype: torch.dtype, k: int) -> None:
+    """Whole requests, with stops and lengths of their own, launched ahead."""
+    target, _ = models(dtype)
+    prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3], [5]]
+
+    def run(graphs: bool) -> list[tuple[list[int], list[Round], str | None]]:
+        engine = Engine(target, draft_tokens=k, page_size=16, graphs=graphs)
+        requests = [
+            Request(p, SamplingParams(temperature=0.0, max_tokens=20 + 3 * i, stop_token_ids=[5 * i + 1]))
+            for i, p in enumerate(prompts)
+        ]
+        sequences: dict[int, Running] = {}
+        for news in engine.rounds(requests):
+            sequences |= {s.index: s for s, _ in news}
+        return [(sequences[i].tokens, sequences[i].rounds, sequences[i].finish) for i in range(len(prompts))]
+
+    assert run(True) == run(False)

@@ -14,6 +14,8 @@ import torch
 from nextn.engine.admission import spare_positions, token_limit
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import DraftLength, FixedLength
+from nextn.engine.executor import Executor
+from nextn.engine.logits import Plan
 from nextn.engine.request import Request, Running, Update
 from nextn.engine.runner import PlainRunner, Runner
 from nextn.engine.scheduler import Scheduler
@@ -43,6 +45,8 @@ class Engine:
         chunk: prompt positions a prefill forward.
         page_size: positions a cache page.
         fused: run rounds with the fused kernels; None where they can run and cover the model.
+        graphs: launch each round as one CUDA graph, ahead of reading the last one; None where fused rounds run on a
+            GPU. Requests for log probabilities, biases or a minimum length run their rounds without.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Engine:
         chunk: int = 512,
         page_size: int = 64,
         fused: bool | None = None,
+        graphs: bool | None = None,
     ) -> None:
         lengths = FixedLength(draft_tokens) if isinstance(draft_tokens, int) else draft_tokens
         if not 0 <= lengths.most <= MAX_DRAFT_TOKENS:
@@ -66,9 +71,15 @@ class Engine:
         if chunk < 1 or page_size < 1:
             raise NextnError("chunk and page_size must be at least 1.", "Give positive whole numbers.")
         self.target, self.draft, self.lengths = target, drafter, lengths
+        device, dtype = target.embed.weight.device, target.embed.weight.dtype
         if fused is None:
-            fused = available(target.embed.weight.device) and target.embed.weight.dtype != torch.float64
+            fused = available(device) and dtype != torch.float64
+        if fused:
+            from nextn.engine.fused import FusedRunner
+
+            fused = FusedRunner.supports(target, drafter)
         self.fused = fused
+        self.graphs = fused and device.type == "cuda" if graphs is None else graphs
         self.chunk, self.page_size = chunk, page_size
         self.stats = EngineStats()
 
@@ -86,9 +97,11 @@ class Engine:
         """
         if not requests:
             return
-        spare = spare_positions(self.lengths.most, 0)
+        graphs = self.graphs and _fixed_shapes(requests, self.target.config.vocab)
+        spare = spare_positions(self.lengths.most, int(graphs))
         rooms = [len(r.prompt) + token_limit(r, self.target.config) + spare for r in requests]
-        cache = self._cache(rooms)
+        # Graphs keep a page and a sequence for padding.
+        cache = self._cache([*rooms, 1] if graphs else rooms)
         self.stats.cache_bytes = cache.nbytes
         total, done = sum(len(r.prompt) for r in requests), 0
 
@@ -98,10 +111,17 @@ class Engine:
             if progress is not None:
                 progress(done, total)
 
+        runner = self._runner(cache, max(rooms))
+        executor: Executor | None = None
+        if graphs:
+            from nextn.engine.graphs import GraphExecutor
+
+            executor = GraphExecutor(runner, cache)
         scheduler = Scheduler(
-            self._runner(cache, max(rooms)),
+            runner,
             cache,
             self.lengths,
+            executor=executor,
             chunk=self.chunk,
             prompt_rows=None,
             prefilled=prefilled,
@@ -122,8 +142,7 @@ class Engine:
         if self.fused:
             from nextn.engine.fused import FusedRunner
 
-            if FusedRunner.supports(self.target, self.draft):
-                return FusedRunner(self.target, self.draft, cache, longest=longest)
+            return FusedRunner(self.target, self.draft, cache, longest=longest)
         return PlainRunner(self.target, self.draft)
 
     def _cache(self, rooms: Sequence[int]) -> Cache:
@@ -138,3 +157,10 @@ class Engine:
             dtype=weight.dtype,
             device=weight.device,
         )
+
+
+def _fixed_shapes(requests: Sequence[Request], vocab: int) -> bool:
+    """Whether rounds for these requests can be captured: their tensors have the same shapes in every round, and the
+    host needs no logits."""
+    plan = Plan.of([r.params for r in requests], vocab)
+    return not (plan.bias or plan.min_tokens) and all(r.params.logprobs is None for r in requests)

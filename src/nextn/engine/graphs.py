@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.executor import HostRound
-from nextn.engine.logits import Plan, SamplingState
+from nextn.engine.logits import SamplingState
 from nextn.engine.round import decode_round
 from nextn.engine.runner import Runner
 
@@ -142,11 +142,6 @@ class GraphExecutor:
         self.size = 0
         self.flight: deque[tuple[torch.cuda.Event, Tensor, int, int]] = deque()
         self.free: list[Tensor] = []
-
-    @staticmethod
-    def covers(plan: Plan) -> bool:
-        """Whether a batch's sampling has fixed shapes: no bias and no minimum length."""
-        return not (plan.bias or plan.min_tokens)
 
     @torch.inference_mode()
     def load(self, batch: Batch) -> None:
