@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --root-user-action=ignore
 
-.PHONY: demo test clean
+.PHONY: demo test test-engines clean
 
 demo: $(VENV)/.package
 	$(BIN)/nextn demo
@@ -19,8 +19,23 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 
+# SGLang's own head classes on a CPU: the engine without its compiled parts, in an environment of its own. What
+# stands in for the packages left out is listed in src/nextn/verify/sglang_worker.py and by `nextn verify`.
+ENGINES := .venv-engines
+
+test-engines: export OMP_NUM_THREADS = 1
+test-engines: $(VENV)/.dev $(ENGINES)/.sglang
+	$(BIN)/python -m pytest -m engines tests/engines
+
+$(ENGINES)/.sglang: tests/engines/requirements.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/$(PIP:$(VENV)/%=%) $(TORCH)
+	$(ENGINES)/$(PIP:$(VENV)/%=%) --no-deps sglang==0.5.23
+	$(ENGINES)/$(PIP:$(VENV)/%=%) -r tests/engines/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ENGINES)
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("error: Python %d.%d is too old for nextn.\n       Name a newer one: make PYTHON=python3.12" % v[:2])'
