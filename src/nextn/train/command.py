@@ -37,6 +37,8 @@ def train(settings: Settings = None, help_config: HelpConfig = False, as_json: J
     config = read_settings(settings or [])
 
     from nextn.engine.progress import loading
+    from nextn.engine.threads import fit_threads
+    from nextn.models.load import parameter_bytes
     from nextn.train.processes import processes
     from nextn.train.trainer import Trainer
 
@@ -44,6 +46,8 @@ def train(settings: Settings = None, help_config: HelpConfig = False, as_json: J
         quiet = not group.first
         with loading(sys.stderr) as progress:
             trainer = Trainer(config, group, make_reader, quiet=quiet, progress=None if quiet else progress)
+        if group.device.type == "cpu":
+            fit_threads(parameter_bytes(trainer.begun.model.parameters()))
         facts = trainer.run()
     if not quiet:
         _print(facts, as_json)

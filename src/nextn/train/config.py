@@ -75,8 +75,8 @@ class TrainConfig(BaseModel):
     warmup: Real = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate.")
     weight_decay: Real = Field(0.0, ge=0, description="Of matrices.")
     clip: Real = Field(1.0, gt=0, description="Largest norm of the gradient.")
-    batch_tokens: Whole = Field(1024, ge=8, description="Tokens of a packed batch: one forward of one process.")
-    max_length: Whole = Field(1024, ge=4, description="Tokens of a document at most; longer ones are cut.")
+    batch_tokens: Whole = Field(512, ge=8, description="Tokens of a packed batch: one forward of one process.")
+    max_length: Whole = Field(512, ge=4, description="Tokens of a document at most; longer ones are cut.")
     accumulation: Whole | None = Field(
         None,
         ge=1,

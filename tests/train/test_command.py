@@ -1,0 +1,86 @@
+"""`nextn train` and `nextn cache` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nextn import cli
+from nextn.train.config import TrainConfig, load_config
+from tests.train import runs
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def call(*words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    assert ended.value.code in (0, None), ended.value.code
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    runs.target(tmp_path / "model", "qwen3")
+    lines = runs.data(tmp_path / "data.jsonl").read_text().splitlines()
+    (tmp_path / "data.jsonl").write_text("\n".join([*lines, "{not json", '{"input_ids": [1, 500]}']) + "\n")
+    return tmp_path
+
+
+def words(root: Path, **values: object) -> list[str]:
+    made = runs.config(root, root / "model", **values)
+    return [f"{k}={json.dumps(v)}" for k, v in made.model_dump(exclude_none=True).items()]
+
+
+def test_train_and_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call("cache", *words(root, steps=4), "--out", str(root / "cache"), "--json")
+    cached = json.loads(capsys.readouterr().out)
+    assert cached["batches"] == 4
+    assert cached["bytes"] == sum(f.stat().st_size for f in (root / "cache").glob("*.safetensors"))
+    call("train", *words(root, steps=4), "--json")
+    online = json.loads(capsys.readouterr().out)
+    assert online["steps"] == 4
+    assert sum(online["data"]["malformed"].values()) == 2
+    offline = words(root, steps=4, data=[], cache=str(root / "cache"), output=str(root / "offline"))
+    call("train", *offline, "--json")
+    assert json.loads(capsys.readouterr().out)["loss"] == online["loss"]
+    assert (root / "head" / "report.html").is_file()
+    assert any((root / "head" / "logs" / "tensorboard").iterdir())
+    call("inspect", str(root / "head"), "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["complete"]
+    assert report["heads_found"] == 1
+
+
+def test_lines_for_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "run.yaml").write_text("\n".join(w.replace("=", ": ", 1) for w in words(root, steps=2)))
+    call("train", str(root / "run.yaml"), "steps=3")
+    said = capsys.readouterr()
+    assert "step 3/3  loss " in said.err
+    assert said.out.startswith("3 steps, ")
+    assert "2 malformed and not used, e.g. " in said.out
+    assert said.out.rstrip().endswith(f"head: {root / 'head'}")
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    call("train", "--help-config")
+    text = capsys.readouterr().out
+    for name, info in TrainConfig.model_fields.items():
+        assert f"\n{name} (" in text
+        assert str(info.description) in text
+
+
+def test_errors_are_two_sentences(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["train", "stepps=3"], ["train", str(root / "none.yaml")], ["cache", "data=x"], ["train"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(given)
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert len(said.splitlines()) == 2
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_are_valid(recipe: Path) -> None:
+    assert load_config(recipe).steps > 0
