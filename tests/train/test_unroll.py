@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from nextn.errors import NextnError
 from nextn.models.context import SequenceContext
@@ -197,6 +197,24 @@ def test_attention_of_chains(lengths: list[int], padding: int, steps: int, seed:
         detached = [(k.detach(), v.detach()) for k, v in keys]
         fused = contexts._flex(layout, q.detach(), detached, flex_attention)
     assert torch.allclose(fused[:, real], expected[:, real], atol=1e-10)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6), padding=st.integers(0, 200), steps=st.integers(1, 3)
+)
+def test_block_mask_names_the_blocks(lengths: list[int], padding: int, steps: int) -> None:
+    """Those that flex_attention finds by asking the mask at every pair of rows."""
+    documents = packed([[0] * n for n in lengths], padding).documents
+    mask = contexts.layout_mask(documents, steps)
+    rows, keys = mask.seq_lengths
+    asked = create_block_mask(mask.mask_mod, None, None, rows, keys, device="cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, theirs = getattr(mask, f"{name}_num_blocks")[0, 0], getattr(asked, f"{name}_num_blocks")[0, 0]
+        assert torch.equal(counts, theirs)
+        found, expected = getattr(mask, f"{name}_indices")[0, 0], getattr(asked, f"{name}_indices")[0, 0]
+        for block, count in enumerate(counts.tolist()):
+            assert set(found[block, :count].tolist()) == set(expected[block, :count].tolist())
 
 
 @pytest.mark.parametrize("way", ["chain", "one_each"])

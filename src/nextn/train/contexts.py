@@ -26,6 +26,9 @@ from nextn.train.layout import Group, Layout, blocks
 QUERY_BLOCK = 256
 """Rows of a block of attention on a CPU; its keys are the document's first ones up to its end, and its own."""
 
+MASK_BLOCK = 128
+"""Rows and keys of a block of flex_attention's mask."""
+
 Keys = tuple[Tensor, Tensor]
 """Keys and values [1, T, kv_heads, head_dim]."""
 
@@ -141,26 +144,47 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def _flex(layout: Layout, q: Tensor, keys: list[Keys], kernel: Callable[..., Tensor]) -> Tensor:
     """`chain_attention` through flex_attention, whose block mask skips what no row sees."""
-    k, v = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*keys, strict=True))
-    mask = layout_mask(layout, len(keys))
-    return kernel(q.transpose(1, 2), k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    rows = q.shape[1]
+    pad = (0, 0, 0, 0, 0, -rows % MASK_BLOCK)
+    k, v = (torch.cat([F.pad(x, pad) for x in parts], 1).transpose(1, 2) for parts in zip(*keys, strict=True))
+    if len(keys) not in layout.masks:
+        layout.masks[len(keys)] = layout_mask(layout.documents, len(keys))
+    mask = layout.masks[len(keys)]
+    return kernel(F.pad(q, pad).transpose(1, 2), k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)[:, :rows]
 
 
-def layout_mask(layout: Layout, steps: int) -> Any:
-    """Block mask over the keys of `steps` calls side by side; made once a batch."""
-    from torch.nn.attention.flex_attention import create_block_mask
+def layout_mask(documents: Tensor, steps: int) -> Any:
+    """Block mask over the keys of `steps` calls side by side, each padded to whole blocks.
 
-    if steps not in layout.masks:
-        documents = layout.documents[0]
-        rows = documents.shape[0]
+    The blocks are named from where documents begin; asking the mask at every pair of rows would take gigabytes.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
-        def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            row = key % rows
-            first = (key < rows) & (row <= query) & (documents[row] == documents[query])
-            return first | ((key >= rows) & (row == query))
+    number = F.pad(documents[0], (0, -documents.shape[1] % MASK_BLOCK), value=-1)
+    rows = len(number)
+    index = torch.arange(rows, device=number.device)
+    begins = torch.cat((index[:1] == 0, number[1:] != number[:-1]))
+    begin = torch.where(begins, index, 0).cummax(0).values  # where each row's document begins
 
-        layout.masks[steps] = create_block_mask(seen, None, None, rows, steps * rows, device=documents.device)
-    return layout.masks[steps]
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = key % rows
+        first = (key < rows) & (row <= query) & (number[row] == number[query])
+        return first | ((key >= rows) & (row == query))
+
+    block = torch.arange(rows // MASK_BLOCK, device=number.device)
+    earlier = (block <= block[:, None]) & (block >= begin[::MASK_BLOCK, None] // MASK_BLOCK)
+    whole = earlier & (block < block[:, None]) & (begin[MASK_BLOCK - 1 :: MASK_BLOCK, None] <= block * MASK_BLOCK)
+    own = torch.eye(len(block), dtype=torch.bool, device=number.device).repeat(1, steps - 1)
+    partial = _listed(torch.cat((earlier & ~whole, own), 1))
+    full = _listed(F.pad(whole, (0, own.shape[1])))
+    lengths = (rows, steps * rows)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=MASK_BLOCK, mask_mod=seen, seq_lengths=lengths)
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[query blocks, key blocks] bool -> how many a query block has, and which, the chosen ones first; int32."""
+    order = chosen.int().argsort(dim=1, descending=True, stable=True)
+    return chosen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
 
 
 @cache

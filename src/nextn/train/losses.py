@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nextn.kernels.draft_loss import Kind, cross_entropy, distribution_loss
+from nextn.kernels import draft_loss
+from nextn.kernels.draft_loss import Kind
 from nextn.kernels.norm import wide
+from nextn.kernels.support import available
 
-CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits that exist at once, by device type: what a CPU's caches hold; 128 MiB in bfloat16 on a GPU."""
+CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Logits that exist at once, by device type: what a CPU's caches hold; 128 MiB in float32, several times, on a GPU."""
+FUSED_CHUNK_LOGITS = 1 << 27
+"""The same with fused kernels, which leave logits in the model's dtype: 256 MiB in bfloat16, twice."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +111,18 @@ class _ChainLoss(torch.autograd.Function):
         spec: LossSpec,
     ) -> tuple[Tensor, Tensor]:
         steps, rows, _ = states.shape
-        size = spec.chunk or max(CHUNK_LOGITS[weight.device.type] // weight.shape[0], 16)
+        fused = weight.dtype != torch.float64 and available(weight.device)
+        held = FUSED_CHUNK_LOGITS if fused else CHUNK_LOGITS[weight.device.type]
+        size = spec.chunk or max(held // weight.shape[0] // 16 * 16, 16)
         sums = torch.zeros_like(scales)
         slopes = torch.empty_like(states)
         with torch.autocast(weight.device.type, enabled=False):
             for start in range(0, rows, size):
                 part = slice(start, start + size)
-                law = _Teacher.of(teacher[part], weight, spec) if spec.kind != "ce" else None
+                law = _Teacher.of(teacher[part], weight, spec, fused) if spec.kind != "ce" else None
                 for k in range(steps):
                     draft = F.linear(states[k, part].to(weight.dtype), reduced)
-                    if law is None:
-                        loss, grad = cross_entropy(draft, labels[part])
-                    else:
-                        loss, grad = distribution_loss(draft, law.logits, law.lse, spec.kind, spec.eta)
+                    loss, grad = _rows(draft, law, labels[part], spec, fused)
                     sums[k] += torch.where(active[k, part], loss, 0).sum()
                     share = active[k, part] * scales[k]
                     slopes[k, part] = ((grad.to(weight.dtype) @ reduced) * share[:, None]).to(slopes.dtype)
@@ -141,7 +144,26 @@ class _Teacher:
     lse: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, spec: LossSpec) -> _Teacher:
+    def of(cls, hidden: Tensor, weight: Tensor, spec: LossSpec, fused: bool) -> _Teacher:
         logits = F.linear(hidden.to(weight.dtype), weight)
-        lse = wide(logits).logsumexp(-1)
+        if fused:
+            from nextn.kernels import draft_loss_triton
+
+            lse = draft_loss_triton.logsumexp(logits)
+        else:
+            lse = wide(logits).logsumexp(-1)
         return cls(logits if spec.vocab is None else logits.index_select(1, spec.vocab), lse)
+
+
+def _rows(draft: Tensor, law: _Teacher | None, labels: Tensor, spec: LossSpec, fused: bool) -> tuple[Tensor, Tensor]:
+    """(loss [rows], gradient by the logits [rows, ids]); without a `law` against the labels."""
+    if fused:
+        from nextn.kernels import draft_loss_triton
+
+        if law is None:
+            return draft_loss_triton.cross_entropy(draft, labels)
+        full = spec.vocab is None
+        return draft_loss_triton.distribution_loss(draft, law.logits, law.lse, spec.kind, spec.eta, full=full)
+    if law is None:
+        return draft_loss.cross_entropy(draft, labels)
+    return draft_loss.distribution_loss(draft, law.logits, law.lse, spec.kind, spec.eta)

@@ -74,7 +74,7 @@ def held_out(config: TrainConfig, reader: LineReader) -> list[PackedBatch]:
     assert config.eval is not None
     found: list[PackedBatch] = []
     tokens = 0
-    for batch in batches([config.eval], reader, batch_tokens=config.batch_tokens, epochs=1, shuffle=False, pad=False):
+    for batch in batches([config.eval], reader, batch_tokens=config.batch_tokens, epochs=1, shuffle=False):
         found.append(batch)
         tokens += batch.ids.shape[1]
         if tokens >= config.eval_tokens:
