@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,6 +56,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
         chat_template=CHAT_TEMPLATE,
     )
     wrapped.save_pretrained(folder, save_jinja_files=False)
+    # transformers 5 writes a class name that 4 and the engines built on it do not know.
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
 
 def chat(question: str, answer: str) -> str:
