@@ -9,7 +9,7 @@ print(generate(model, "def main():", max_tokens=64).text)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -23,6 +23,7 @@ from nextn.engine.admission import context_room
 from nextn.engine.auto import AutoLength
 from nextn.engine.defaults import GenerationDefaults, read_defaults
 from nextn.engine.draft_length import FixedLength
+from nextn.engine.draft_vocab import calibrated_ids
 from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Round, Running, TokenLogprob
@@ -257,9 +258,10 @@ def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -
     Args:
         model: from `load`.
         prompts: text or token ids, one or several.
-        options: `draft_tokens` (K, 0 to 8, or ``auto``; 3 by default), `chunk`, `on_step` (called with each `Step`),
-            and the fields of `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the
-            checkpoint's own defaults.
+        options: `draft_tokens` (K, 0 to 8, or ``auto``; 3 by default), `draft_vocab` (the ids that can be drafted, or
+            how many of the most frequent), `chunk`, `on_step` (called with each `Step`), and the fields of
+            `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the checkpoint's own
+            defaults.
     Returns:
         a `Generation`, or a list of them for several prompts.
     Raises:
@@ -273,6 +275,24 @@ def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -
         if on_step is not None:
             on_step(step)
     return run.results[0] if single else run.results
+
+
+def frequent_vocab(model: Model, count: int, text: Path | None = None) -> list[int]:
+    """The `count` most frequent ids of a calibration text, to draft from; the ids that end a text are among them.
+
+    Args:
+        text: a file of text like that to be generated; None takes the order of tokens that the checkpoint carries.
+    Raises:
+        NextnError: a count that does not fit the vocabulary, or nothing that says what is frequent.
+    """
+    return calibrated_ids(
+        count,
+        text=text,
+        tokenizer=model.tokenizer,
+        folder=model.folder,
+        always=model.defaults.eos_ids,
+        vocab=model.target.config.vocab,
+    )
 
 
 def stream(model: Model, prompt: Prompt, **options: Any) -> Iterator[Step]:
@@ -293,6 +313,7 @@ class Run:
         prompts: Sequence[Prompt],
         *,
         draft_tokens: int | Literal["auto"] | None = None,
+        draft_vocab: int | Iterable[int] | None = None,
         chunk: int = 512,
         options_each: Sequence[Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
@@ -302,7 +323,8 @@ class Run:
             draft_tokens = DRAFT_TOKENS if model.has_head else 0
         self.model, self.progress = model, progress
         lengths = AutoLength() if draft_tokens == "auto" else FixedLength(draft_tokens)
-        self.engine = Engine(model.target, draft=model.draft, draft_tokens=lengths, chunk=chunk)
+        vocab = frequent_vocab(model, draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
+        self.engine = Engine(model.target, draft=model.draft, draft_tokens=lengths, draft_vocab=vocab, chunk=chunk)
         self.requests = [
             self._request(p, options if options_each is None else options_each[i]) for i, p in enumerate(prompts)
         ]

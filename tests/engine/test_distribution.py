@@ -72,7 +72,9 @@ def p_value(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], 
     return float(stats.chisquare(observed, [w * scale for w in wanted]).pvalue)
 
 
-def draw(model: Decoder, k: int, options: dict[str, Any]) -> tuple[dict[tuple[int, ...], int], float]:
+def draw(
+    model: Decoder, k: int, options: dict[str, Any], draft_vocab: list[int] | None = None
+) -> tuple[dict[tuple[int, ...], int], float]:
     """Counts of the first three tokens over many seeds, and the accept length."""
     counts: dict[tuple[int, ...], int] = {}
     accepted = rounds = 0
@@ -80,7 +82,7 @@ def draw(model: Decoder, k: int, options: dict[str, Any]) -> tuple[dict[tuple[in
         seeds = range(start, start + 500)
         requests = [Request(PROMPT, SamplingParams(**options, seed=s, max_tokens=3)) for s in seeds]
         sequences = {}
-        for news in Engine(model, draft_tokens=k).rounds(requests):
+        for news in Engine(model, draft_tokens=k, draft_vocab=draft_vocab).rounds(requests):
             sequences |= {s.index: s for s, _ in news}
         for s in sequences.values():
             counts[tuple(s.tokens)] = counts.get(tuple(s.tokens), 0) + 1

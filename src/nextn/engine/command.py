@@ -42,6 +42,13 @@ def generate(
         str | None,
         typer.Option("--draft-tokens", "-k", help="Draft length K, 1 to 8 [3], or auto: what pays, round by round."),
     ] = None,
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(help="Draft only the N most frequent tokens, or a file of ids; the output is the same."),
+    ] = None,
+    draft_vocab_text: Annotated[
+        Path | None, typer.Option(help="Text like the output, to count frequent tokens for --draft-vocab N in.")
+    ] = None,
     no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Decode without the head.")] = False,
     separate_draft: Annotated[
         bool, typer.Option("--separate-draft", help="Load the head as a second model, to compare against.")
@@ -112,8 +119,10 @@ def generate(
     length = _draft_tokens(draft_tokens) if draft_tokens is not None else None
     if chunk < 1:
         raise NextnError(f"--chunk is {chunk}.", "Give a whole number of 1 or more.")
-    if no_mtp and (separate_draft or head is not None):
-        raise NextnError("--no-mtp contradicts --separate-draft and --head.", "Leave one of them out.")
+    if no_mtp and (separate_draft or head is not None or draft_vocab is not None):
+        raise NextnError("--no-mtp contradicts --separate-draft, --head and --draft-vocab.", "Leave one of them out.")
+    if draft_vocab_text is not None and not (draft_vocab or "").isdecimal():
+        raise NextnError("--draft-vocab-text needs to know how many tokens to draft from.", "Give --draft-vocab N.")
     text = _prompt_text(prompt, prompt_file)
     ids = _ids(prompt_ids) if prompt_ids is not None else None
     if text == "" or ids == []:
@@ -137,6 +146,7 @@ def generate(
     }
 
     from nextn import api
+    from nextn.engine.draft_vocab import read_ids
     from nextn.engine.progress import loading
     from nextn.engine.threads import fit_threads
 
@@ -167,7 +177,19 @@ def generate(
     else:
         assert text is not None
         given_prompt = text
-    run = api.Run(loaded, [given_prompt], draft_tokens=0 if no_mtp else length, chunk=chunk, **options)
+    vocab: list[int] | None = None
+    if draft_vocab is not None and draft_vocab.isdecimal():
+        vocab = api.frequent_vocab(loaded, int(draft_vocab), draft_vocab_text)
+    elif draft_vocab is not None:
+        vocab = read_ids(Path(draft_vocab))
+    run = api.Run(
+        loaded,
+        [given_prompt],
+        draft_tokens=0 if no_mtp else length,
+        draft_vocab=vocab,
+        chunk=chunk,
+        **options,
+    )
     if as_json:
         for _ in run:
             pass

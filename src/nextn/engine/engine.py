@@ -6,7 +6,7 @@ ends exactly where plain decoding would end it, also inside an accepted run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from nextn.engine.admission import spare_positions, token_limit
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import DraftLength, FixedLength
+from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.executor import Executor
 from nextn.engine.logits import Plan
 from nextn.engine.request import Request, Running, Update
@@ -42,6 +43,7 @@ class Engine:
         target: the model, its head inside.
         draft: a separately loaded draft model to use in place of the target's own head.
         draft_tokens: K, 0 to 8, or what chooses it for each round; 0 decodes without the head.
+        draft_vocab: ids that can be drafted; None for all.
         chunk: prompt positions a prefill forward.
         page_size: positions a cache page.
         fused: run rounds with the fused kernels; None where they can run and cover the model.
@@ -55,6 +57,7 @@ class Engine:
         *,
         draft: Drafter | None = None,
         draft_tokens: int | DraftLength = 3,
+        draft_vocab: Iterable[int] | None = None,
         chunk: int = 512,
         page_size: int = 64,
         fused: bool | None = None,
@@ -71,6 +74,7 @@ class Engine:
         if chunk < 1 or page_size < 1:
             raise NextnError("chunk and page_size must be at least 1.", "Give positive whole numbers.")
         self.target, self.draft, self.lengths = target, drafter, lengths
+        self.vocab = DraftVocab.gather(drafter, draft_vocab) if draft_vocab is not None and lengths.most else None
         device, dtype = target.embed.weight.device, target.embed.weight.dtype
         if fused is None:
             fused = available(device) and dtype != torch.float64
@@ -142,8 +146,8 @@ class Engine:
         if self.fused:
             from nextn.engine.fused import FusedRunner
 
-            return FusedRunner(self.target, self.draft, cache, longest=longest)
-        return PlainRunner(self.target, self.draft)
+            return FusedRunner(self.target, self.draft, cache, longest=longest, vocab=self.vocab)
+        return PlainRunner(self.target, self.draft, self.vocab)
 
     def _cache(self, rooms: Sequence[int]) -> Cache:
         """Pools that hold sequences of so many positions, all at once."""
@@ -156,6 +160,7 @@ class Engine:
             rows=most + 1,
             dtype=weight.dtype,
             device=weight.device,
+            replay=self.fused,
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
+from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import ACCEPT, DRAW, SamplingState, accept_greedy, adjust
 from nextn.kernels import (
@@ -50,6 +51,7 @@ class FusedRunner(PlainRunner):
         plans: how to multiply a few rows with each weight; by default what was measured on an H200.
         dependent: start each kernel while the one before it finishes (compute capability 9.0 and above).
         longest: most positions a sequence can have; decides how many programs share a sequence's keys.
+        vocab: the ids to draft from, None for all.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class FusedRunner(PlainRunner):
         longest: int,
         plans: RowPlans | None = None,
         dependent: bool | None = None,
+        vocab: DraftVocab | None = None,
     ) -> None:
-        super().__init__(target, draft)
+        super().__init__(target, draft, vocab)
         device = cache.device
         if dependent is None:
             dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -138,7 +141,9 @@ class FusedRunner(PlainRunner):
         return self._logits(hidden, self.target.output_weight)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        return self._logits(hidden, self.draft.output_weight)
+        if self.vocab is None:
+            return self._logits(hidden, self.draft.output_weight)
+        return self.vocab.widen(self._logits(hidden, self.vocab.weight))
 
     def best(self, logits: Tensor) -> Tensor:
         ids, _ = tokens_triton.argmax(logits.view(-1, logits.shape[-1]), pdl=self.dependent)
@@ -203,17 +208,13 @@ class FusedRunner(PlainRunner):
         return self._product(gated, layer.mlp.down.weight), residual
 
     def _delta(self, net: GatedDeltaNet, x: Tensor, where: Rows) -> Tensor:
-        cache = self.cache
-        return delta_triton.delta_snapshots(
-            self.deltas[net.layer],
-            x,
-            cache.conv[net.layer],
-            cache.states[net.layer],
-            where.slots,
-            where.first,
-            where.select,
-            pdl=self.dependent,
-        )
+        cache, layer = self.cache, net.layer
+        pools = self.deltas[layer], x, cache.conv[layer], cache.states[layer]
+        if cache.replay:
+            return delta_triton.delta_replay(
+                *pools, cache.logs[layer], where.slots, where.first, where.committed, pdl=self.dependent
+            )
+        return delta_triton.delta_snapshots(*pools, where.slots, where.first, where.select, pdl=self.dependent)
 
     def _attend(self, attn: Attention, x: Tensor, where: Rows, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         dim = attn.head_dim

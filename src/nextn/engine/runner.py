@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nextn.engine.contexts import DraftContext, Rows, TargetContext
+from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.sampling import SamplingState, accept, process, sample
 from nextn.models.decoder import Decoder, Drafter
 
@@ -33,7 +34,7 @@ class Runner(Protocol):
         ...
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """The drafter's output head over [batch, rows, hidden]."""
+        """The drafter's output head over [batch, rows, hidden]; minus infinity for ids that are not drafted."""
         ...
 
     def best(self, logits: Tensor) -> Tensor:
@@ -54,10 +55,15 @@ class Runner(Protocol):
 
 
 class PlainRunner:
-    """Runs the modules; any device, dtype and number of rows."""
+    """Runs the modules; any device, dtype and number of rows.
 
-    def __init__(self, target: Decoder, draft: Drafter) -> None:
-        self.target, self.draft = target, draft
+    Args:
+        target, draft: the models.
+        vocab: the ids to draft from, None for all.
+    """
+
+    def __init__(self, target: Decoder, draft: Drafter, vocab: DraftVocab | None = None) -> None:
+        self.target, self.draft, self.vocab = target, draft, vocab
 
     def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
         return self.target(ids, TargetContext(where))
@@ -69,7 +75,7 @@ class PlainRunner:
         return self.target.logits(hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        return self.draft.logits(hidden)
+        return self.draft.logits(hidden) if self.vocab is None else self.vocab.logits(hidden)
 
     def best(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
