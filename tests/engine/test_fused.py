@@ -18,9 +18,11 @@ from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.engine import Engine
 from nextn.engine.fused import FusedRunner
-from nextn.engine.params import SamplingParams
+from nextn.engine.prefill import prefill
 from nextn.engine.request import Request, Running
+from nextn.engine.round import RoundResult, decode_round, set_draft_tokens
 from nextn.engine.runner import PlainRunner
+from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
 from tests.oracle.checkpoints import make_checkpoint
@@ -46,17 +48,33 @@ def model(kind: str, device: str, dtype: torch.dtype) -> Decoder:
         return load_decoder(open_checkpoint(made), dtype=dtype, device=torch.device(device))[0]
 
 
-def caches(m: Decoder, rows: int) -> tuple[Cache, Cache, torch.Tensor, torch.Tensor]:
+def cache_of(m: Decoder, rows: int, *, replay: bool) -> Cache:
+    weight = m.embed.weight
+    return Cache(
+        m.config,
+        pages=14,
+        page_size=16,
+        sequences=3,
+        rows=rows,
+        dtype=weight.dtype,
+        device=weight.device,
+        replay=replay,
+    )
+
+
+def pools(cache: Cache) -> list[torch.Tensor]:
+    logs = [t for log in cache.logs for t in (log.k, log.u, log.g)]
+    return [cache.k, cache.v, cache.draft_k, cache.draft_v, cache.states, cache.conv, *logs]
+
+
+def caches(m: Decoder, rows: int, *, replay: bool) -> tuple[Cache, Cache, torch.Tensor, torch.Tensor]:
     """Two equal caches with random past, a page table for two sequences and their slots."""
-    device, dtype = m.embed.weight.device, m.embed.weight.dtype
-    made = [
-        Cache(m.config, pages=14, page_size=16, sequences=3, rows=rows, dtype=dtype, device=device) for _ in range(2)
-    ]
+    device = m.embed.weight.device
+    made = [cache_of(m, rows, replay=replay) for _ in range(2)]
     generator = torch.Generator(device).manual_seed(3)
-    for name in ("k", "v", "draft_k", "draft_v", "states", "conv"):
-        pool = getattr(made[0], name)
-        pool.copy_(torch.randn(pool.shape, generator=generator, device=device, dtype=pool.dtype) * 0.3)
-        getattr(made[1], name).copy_(pool)
+    for one, two in zip(pools(made[0]), pools(made[1]), strict=True):
+        one.copy_(torch.randn(one.shape, generator=generator, device=device, dtype=one.dtype) * 0.3)
+        two.copy_(one)
     table = torch.tensor([[2, 5, 7, 1], [9, 3, 11, 12]], device=device)
     return made[0], made[1], table, torch.tensor([2, 0], device=device)
 
@@ -66,12 +84,12 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(("kind", "replay"), [("qwen3_5", True), ("qwen3_5", False), ("qwen3", True), ("qwen2", True)])
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", SHAPES)
 @torch.inference_mode()
-def test_rows_and_caches(kind: str, rows: int, device: str, dtype: torch.dtype) -> None:
+def test_rows_and_caches(kind: str, replay: bool, rows: int, device: str, dtype: torch.dtype) -> None:
     m = model(kind, device, dtype)
-    one, two, table, slots = caches(m, rows)
+    one, two, table, slots = caches(m, rows, replay=replay)
     ids = torch.tensor([[5, 9, 30, 7], [1, 80, 2, 44]], device=device)[:, :rows]
     lengths = torch.tensor([0, 21], device=device)
     committed = torch.tensor([1, rows], device=device)
@@ -84,9 +102,41 @@ def test_rows_and_caches(kind: str, rows: int, device: str, dtype: torch.dtype) 
         outs.append((post, pre, out, recycled, runner.logits(post), runner.draft_logits(out)))
     for a, b in zip(*outs, strict=True):
         assert relative(b, a) < 2e-5
-    for name in ("k", "v", "draft_k", "draft_v", "states", "conv"):
-        a, b = getattr(one, name), getattr(two, name)
-        assert a.numel() == 0 or relative(b, a) < 2e-5, name
+    for i, (a, b) in enumerate(zip(pools(one), pools(two), strict=True)):
+        assert a.numel() == 0 or relative(b, a) < 2e-5, i
+
+
+@torch.inference_mode()
+def rounds_of(m: Decoder, draft_tokens: list[int], *, fused: bool, replay: bool) -> list[RoundResult]:
+    """Rounds of two prompts whose K changes from round to round."""
+    cache = cache_of(m, max(draft_tokens) + 1, replay=replay)
+    runner = FusedRunner(m, m, cache, longest=64) if fused else PlainRunner(m, m)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
+    params = [SamplingParams(temperature=0.0)] * 2
+    sampling = SamplingState.build(params, prompts, vocab_size=m.config.vocab, device=cache.device)
+    pages, slots = zip(*(cache.take(60) for _ in prompts), strict=True)
+    batch, _ = prefill(runner, cache, prompts, pages, slots, sampling, k=draft_tokens[0], chunk=3)
+    results = []
+    for k in draft_tokens:
+        set_draft_tokens(runner, cache, batch, k)
+        results.append(decode_round(runner, cache, batch))
+    return results
+
+
+FLOAT64_CPU = ("cpu", torch.float64, False)
+FUSED = [FLOAT64_CPU, ("cpu", torch.float32, True), pytest.param("cuda", torch.float32, True, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(("device", "dtype", "fused"), FUSED)
+def test_replay_equals_snapshots_while_k_changes(device: str, dtype: torch.dtype, fused: bool) -> None:
+    m = model("qwen3_5", device, dtype)
+    ks = [3, 0, 1, 3, 2, 0, 0, 3]
+    expected = rounds_of(m, ks, fused=False, replay=False)
+    for a, b in zip(rounds_of(m, ks, fused=fused, replay=True), expected, strict=True):
+        assert a.accepted.tolist() == b.accepted.tolist()
+        assert a.drafts.tolist() == b.drafts.tolist()
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert relative(a.logits, b.logits) < (1e-12 if dtype == torch.float64 else 1e-4)
 
 
 def decode(m: Decoder, k: int, prompts: list[list[int]], fused: bool) -> list[Running]:

@@ -49,7 +49,7 @@ def start(
 ) -> tuple[FusedRunner, Cache, Batch]:
     """A cache with the prompts prefilled, and their batch."""
     target, draft = models(dtype)
-    cache = Cache(target.config, pages=60, page_size=16, sequences=6, rows=k + 1, dtype=dtype, device=CUDA)
+    cache = Cache(target.config, pages=60, page_size=16, sequences=6, rows=k + 1, dtype=dtype, device=CUDA, replay=True)
     runner = FusedRunner(target, draft if separate else target, cache, longest=200)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=100) for i in range(len(PROMPTS))]
     sampling = SamplingState.build(params, PROMPTS, vocab_size=target.config.vocab, device=CUDA)
@@ -130,7 +130,7 @@ def test_draft_work_writes_only_draft_pools(dtype: torch.dtype) -> None:
     from nextn.engine.round import draft_tokens
 
     runner, cache, batch = start(dtype, 3)
-    target = [cache.k, cache.v, cache.states, cache.conv]
+    target = [cache.k, cache.v, cache.states, cache.conv, *(t for log in cache.logs for t in (log.k, log.u, log.g))]
     owned = set(batch.table.flatten().tolist())
     guard = torch.tensor([p for p in range(cache.k.shape[1]) if p not in owned], device=CUDA)
     for pool in (*target[:2], cache.draft_k, cache.draft_v):

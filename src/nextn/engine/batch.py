@@ -21,7 +21,7 @@ class Batch:
         bonus: [batch] int64, the token that the target gave last, in no cache yet.
         drafts: [batch, K] int64.
         draft_probs: [batch, K, vocab] that the drafts were drawn from, None where drafting is greedy.
-        committed: [batch] int64, rows of the last target forward that were kept.
+        committed: [batch] int64, rows of the last target forward that were kept; 0 after a prefill.
         table: [batch, n] int64 page ids; rows are padded with page 0.
         slots: [batch] int64 sequence slots.
         sampling: parameters and counts.

@@ -1,9 +1,10 @@
-"""Storage that a decode keeps: target keys and values, draft keys and values, recurrent snapshots. Fixed once made.
+"""Storage that a decode keeps: target keys and values, draft keys and values, recurrent states. Fixed once made.
 
 Target and draft have separate pools under one map from positions to slots. Delta-net layers keep, for each
-sequence, the state after each row of the last forward, and the convolution's inputs in a ring by position. Which
-state the next forward starts from is an index (`committed`: rows of the last forward that were kept), so that
-accepting some draft tokens copies nothing.
+sequence, the convolution's inputs in a ring by position, and either the state after each row of the last forward, or
+one state and a log of the rows since (`kernels.delta`: snapshots, replay). `committed`, the rows of the last forward
+that were kept, says which snapshot or how many logged rows the next forward starts from, so that accepting some draft
+tokens copies nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import NextnError
+from nextn.kernels.delta import DeltaLog
 from nextn.models.config import DecoderConfig
 
 
@@ -25,11 +27,13 @@ class Cache:
         sequences: how many sequences can be held at once (recurrent layers).
         rows: most rows of a decoding forward, K + 1.
         dtype, device: of keys and values; states are in at least float32.
+        replay: keep one recurrent state a sequence and a log, not a state a row: 1 / rows of the memory.
 
     Attributes:
         k, v: [full layers, pages, page_size, kv_heads, head_dim] of the target.
         draft_k, draft_v: the same with the head's layers first.
-        states: [linear layers, sequences, rows, v_heads, k_dim, v_dim].
+        states: [linear layers, sequences, rows, v_heads, k_dim, v_dim]; in replay without the dimension of rows.
+        logs: one for each linear layer, of 2 * rows positions; empty without replay.
         conv: [linear layers, sequences, kernel - 1 + rows, channels]; position p lies in column p % columns.
     """
 
@@ -43,7 +47,9 @@ class Cache:
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        replay: bool = False,
     ) -> None:
+        self.replay = replay
         self.page_size, self.rows, self.kernel = page_size, rows, max(config.conv, 1)
         self.table_width = -(-(config.max_positions + 3 * rows) // page_size)
         self.dtype, self.device = dtype, device
@@ -53,8 +59,14 @@ class Cache:
         self.k, self.v = (torch.zeros(c.full_layers, *page, dtype=dtype, device=device) for _ in range(2))
         self.draft_k, self.draft_v = (torch.zeros(c.head_layers, *page, dtype=dtype, device=device) for _ in range(2))
         channels = 2 * c.gdn_k_heads * c.gdn_k_dim + c.gdn_v_heads * c.gdn_v_dim
-        shape = (c.linear_layers, sequences, rows, c.gdn_v_heads, c.gdn_k_dim, c.gdn_v_dim)
-        self.states = torch.zeros(shape, dtype=high, device=device)
+        shape = (*(() if replay else (rows,)), c.gdn_v_heads, c.gdn_k_dim, c.gdn_v_dim)
+        self.states = torch.zeros(c.linear_layers, sequences, *shape, dtype=high, device=device)
+        self.logs: list[DeltaLog] = []
+        if replay:
+            widths = ((c.gdn_k_heads, c.gdn_k_dim), (c.gdn_v_heads, c.gdn_v_dim), (c.gdn_v_heads,))
+            for _ in range(c.linear_layers):
+                k, u, g = (torch.zeros(sequences, 2 * rows, *w, dtype=high, device=device) for w in widths)
+                self.logs.append(DeltaLog(k, u, g))
         self.columns = self.kernel - 1 + rows
         self.conv = torch.zeros(c.linear_layers, sequences, self.columns, channels, dtype=dtype, device=device)
         self.free_pages = list(range(pages - 1, -1, -1))
@@ -101,7 +113,7 @@ class Cache:
     def take_slot(self) -> int:
         """A sequence slot with zeroed state."""
         slot = self.free_slots.pop()
-        self.states[:, slot, 0].zero_()
+        (self.states[:, slot] if self.replay else self.states[:, slot, 0]).zero_()
         return slot
 
     def give_back(self, pages: list[int], slot: int) -> None:
@@ -111,5 +123,6 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        pools: tuple[Tensor, ...] = (self.k, self.v, self.draft_k, self.draft_v, self.states, self.conv)
+        pools = [self.k, self.v, self.draft_k, self.draft_v, self.states, self.conv]
+        pools += [t for log in self.logs for t in (log.k, log.u, log.g)]
         return sum(p.numel() * p.element_size() for p in pools)

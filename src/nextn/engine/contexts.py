@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nextn.engine.cache import Cache
 from nextn.kernels import attention, gdn
+from nextn.kernels.delta import replay_step
 from nextn.kernels.rope import Rope, qk_norm_rope
 from nextn.models.context import DeltaInput, QKNorm
 
@@ -22,7 +23,7 @@ class Rows:
         positions: [batch, rows] int64, consecutive in each sequence.
         bound: keys to look at, at least the largest position + 1.
         slots: [batch] sequence slots.
-        committed: [batch] int64, rows of the last forward that were kept (1 after a prefill).
+        committed: [batch] int64, rows of the last decoding forward that were kept; 0 after a prefill.
         prefill: many rows, of which only the last one's state is kept.
     """
 
@@ -51,8 +52,8 @@ class Rows:
 
     @cached_property
     def select(self) -> Tensor:
-        """[batch], the snapshot to start from."""
-        return self.committed - 1
+        """[batch], the snapshot to start from; a prefill leaves the first."""
+        return (self.committed - 1).clamp(min=0)
 
     @cached_property
     def start_state(self) -> Tensor:
@@ -87,7 +88,7 @@ class TargetContext:
         return _attend(self.rows, cache.k[layer], cache.v[layer], q, k, v, norms, rope)
 
     def delta(self, layer: int, x: DeltaInput) -> Tensor:
-        """Starts from the snapshot that `committed` selects; leaves one after each row (a prefill: after the last)."""
+        """Starts from what `committed` selects; leaves a snapshot or log entry a row (a prefill: its last state)."""
         where, cache = self.rows, self.rows.cache
         batch, rows, channels = x.mixed.shape
         ring, states = cache.conv[layer].view(-1, channels), cache.states[layer]
@@ -96,6 +97,13 @@ class TargetContext:
         q, k, v = x.split(gdn.causal_conv(torch.cat((past, x.mixed), 1), x.conv))
         ring.index_copy_(0, where.row_columns, x.mixed[:, -cache.columns :].reshape(-1, channels))
         g, beta = gdn.decay_and_strength(x.a, x.b, x.a_log, x.dt_bias)
+        if cache.replay:
+            if not where.prefill:
+                return replay_step(
+                    q, k, v, g, beta, states, cache.logs[layer], where.slots, where.first, where.committed
+                )
+            out, states[where.slots] = gdn.gdn_chunk(q, k, v, g, beta, states[where.slots])
+            return out
         state = states.view(-1, *states.shape[2:]).index_select(0, where.start_state)
         if where.prefill:
             out, last = gdn.gdn_chunk(q, k, v, g, beta, state)

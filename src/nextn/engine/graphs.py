@@ -91,7 +91,7 @@ class Captured:
             (result.tokens, result.accepted[:, None], result.drafts, result.broken[:, None].to(torch.int64)), 1
         )
         work.lengths = work.lengths * self.active
-        work.committed = work.committed * self.active + (1 - self.active)
+        work.committed = work.committed * self.active
         _copy(work, self.state, sampling=False)
         return out
 
@@ -99,7 +99,7 @@ class Captured:
         """Point the sequences from `first` on at scratch."""
         state = self.state
         state.lengths[first:] = 0
-        state.committed[first:] = 1
+        state.committed[first:] = 0
         state.table[first:] = self.page
         state.slots[first:] = self.slot
 

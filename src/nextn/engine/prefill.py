@@ -145,7 +145,7 @@ def _place(cache: Cache, pieces: Sequence[Piece]) -> tuple[Rows, Tensor]:
     positions = start[:, None] + torch.arange(ids.shape[1], device=device)
     bound = max(p.start + p.rows for p in pieces)
     table = page_table([p.pages for p in pieces], device)
-    return Rows(cache, table, positions, bound, slots, torch.ones_like(slots), prefill=True), ids
+    return Rows(cache, table, positions, bound, slots, torch.zeros_like(slots), prefill=True), ids
 
 
 def _tokens(piece: Piece, ahead: int = 0) -> list[int]:

@@ -108,7 +108,25 @@ def delta_replay(
     Returns:
         [batch * rows, v_heads * v_dim], normed and gated, for the output product.
     """
-    group = weights.v_heads // weights.k_heads
+    q, k, v, g, beta, gate = _inputs(weights, x, ring, slot, position)
+    out = replay_step(q, k, v, g, beta, states, log, slot, position, pending)
+    return gated_rms_norm(out, gate, weights.scale, weights.eps).reshape(x.shape[-2], -1)
+
+
+def replay_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    log: DeltaLog,
+    slot: Tensor,
+    position: Tensor,
+    pending: Tensor,
+) -> Tensor:
+    """The recurrence of `delta_replay`: q, k, v, g, beta as in `gdn_step` -> [batch, rows, v_heads, v_dim]."""
+    group = v.shape[2] // k.shape[2]
     columns = log.k.shape[1]
     state = states[slot]
     for i in range(columns):
@@ -117,14 +135,13 @@ def delta_replay(
         grown = torch.addcmul(state * log.g[at].exp()[..., None, None], keys[..., :, None], log.u[at][..., None, :])
         state = torch.where((i < pending)[:, None, None, None], grown, state)
     states[slot] = state
-    q, k, v, g, beta, gate = _inputs(weights, x, ring, slot, position)
     out, after = gdn_step(q, k, v, g, beta, state)
     key = l2_normalise(wide(k))
     before = torch.cat((state[:, None], after[:, :-1]), 1) * g.exp()[..., None, None]
     read = (key.repeat_interleave(group, 2)[..., None, :] @ before)[..., 0, :]
     to = slot[:, None], columns_of(position, g.shape[1], columns)
     log.k[to], log.u[to], log.g[to] = key, beta[..., None] * (wide(v) - read), g
-    return gated_rms_norm(out, gate, weights.scale, weights.eps).reshape(x.shape[-2], -1)
+    return out
 
 
 def _inputs(
