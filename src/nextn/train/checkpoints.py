@@ -58,6 +58,8 @@ class Checkpoints:
         state = {"head": get_model_state_dict(unroll), "optimiser": get_optimizer_state_dict(unroll, optimiser)}
         self._write(f"step-{step}", state, facts)
         if self.processes.first:
+            for leftover in self.folder.glob(".*"):  # of writes that were killed
+                shutil.rmtree(leftover)
             for old in sorted(self._steps("step"))[:-keep]:
                 shutil.rmtree(self.folder / f"step-{old}")
             wanted = {self.facts(s).get("best_step") for s in self._steps("step")}

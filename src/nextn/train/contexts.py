@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nextn.kernels import gdn
-from nextn.kernels.norm import wide
+from nextn.kernels.norm import HALF, wide
 from nextn.kernels.rope import Rope, qk_norm_rope
 from nextn.models.context import DeltaInput, QKNorm
 from nextn.train.layout import Group, Layout, blocks
@@ -52,7 +52,7 @@ class PackedContext:
         """Convolution over shifted rows of the same document; the recurrence starts anew at each document."""
         q, k, v = x.split(packed_conv(self.layout, x.mixed, x.conv))
         g, beta = gdn.decay_and_strength(x.a, x.b, x.a_log, x.dt_bias)
-        if v.is_cuda and find_spec("fla") is not None:
+        if v.is_cuda and v.dtype in HALF and find_spec("fla") is not None:
             return _delta_fused(self.layout, q, k, v, g, beta)
         out = torch.zeros_like(v)
         for group in self.layout.groups:

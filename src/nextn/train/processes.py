@@ -61,7 +61,9 @@ def processes(device: str = "auto") -> Iterator[Processes]:
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        dist.init_process_group("nccl", device_id=chosen)
+    else:
+        dist.init_process_group("gloo")
     try:
         yield Processes(dist.get_rank(), world, chosen)
     finally:

@@ -23,7 +23,7 @@ from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate
 from nextn.train.export import VOCAB_FILE, merge_head, write_head, write_json
 from nextn.train.hidden_cache import CachedSource
-from nextn.train.log import RunLog
+from nextn.train.log import FILE, RunLog
 from nextn.train.losses import LossSpec
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
@@ -134,6 +134,8 @@ class Trainer:
             refuse_existing(Path(config.merge))
         if self.output.exists() and not self.output.is_dir():
             raise NextnError(f"{self.output} is a file.", "Name a folder for the head.")
+        if any(self.output.glob("*.safetensors")) and not (self.output / "logs" / FILE).is_file():
+            raise NextnError(f"{self.output} holds a checkpoint that is not of a training run.", "Give another output.")
 
     def _source(self, model: Drafter, reader: LineReader | None) -> Source:
         if self.config.cache is not None:
