@@ -137,6 +137,34 @@ def test_unknown_architecture(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"num_key_value_heads": 3}, "no multiple"),
+        ({"hidden_size": None}, "lacks hidden"),
+    ],
+)
+def test_what_is_not_run_is_refused(tmp_path: Path, change: dict[str, object], what: str) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(NextnError, match=what):
+        load(folder)
+
+
+def test_a_window_that_no_layer_uses_is_fine(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2")
+    config = json.loads((folder / "config.json").read_text())
+    unused = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**config, **unused}))
+    load(folder)
+
+
 def test_head_from_another_checkpoint(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "qwen3_5")
     head = tmp_path / "head"

@@ -71,6 +71,17 @@ def test_prefill_in_chunks_and_cached_steps(tmp_path: Path, kind: str) -> None:
             done, committed = done + kept, kept
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_next", "qwen3_5"])
+def test_attention_biases(tmp_path: Path, kind: str) -> None:
+    theirs = hf_model(kind, attention_bias=True)
+    made = make_checkpoint(tmp_path, kind, attention_bias=True)
+    model, _ = load_decoder(open_checkpoint(made), dtype=torch.float32, device=CPU)
+    ids = torch.randint(0, 97, (1, 50), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        hidden, _ = model(ids, SequenceContext(torch.arange(50)[None]))
+        assert relative(model.logits(hidden), theirs(ids).logits) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     "rope",

@@ -46,7 +46,7 @@ def family(name: str, title: str, architecture: str, *, qk_norm: bool, bias: boo
         head=head(qk_norm=qk_norm, bias=bias),
         target=target(qk_norm=qk_norm, bias=bias),
         ignored=(r".*\.rotary_emb\.inv_freq",),
-        constants=(("o_bias", int(name == "llama")),),
+        constants=(("o_bias", int(not bias)),),
         source=f"transformers/models/{name}; the head is nextn's own layout",
     )
 

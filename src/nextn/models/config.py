@@ -103,6 +103,9 @@ def decoder_config(config: Mapping[str, Any], *, head_layers: int | None = None)
         raise NextnError(
             f"nextn does not run the activation {text['hidden_act']!r}.", "Only silu models are supported."
         )
+    if text.get("mlp_bias"):
+        raise NextnError("nextn does not run biases in MLPs (mlp_bias).", "Only MLPs without biases are supported.")
+    _refuse_sliding_window(text, dims["layers"])
     kinds = _layer_kinds(text, dims["layers"], family)
     if "linear" in kinds:
         lacking = [n for n in ("gdn_k_heads", "gdn_v_heads", "gdn_k_dim", "gdn_v_dim", "conv") if dims.get(n, 0) <= 0]
@@ -139,7 +142,7 @@ def decoder_config(config: Mapping[str, Any], *, head_layers: int | None = None)
         q_gate=dims["q_gate"],
         qk_norm="mtp.{i}.block.attn.q_norm.weight" in names,
         qkv_bias=family.name == "qwen2" or bool(dims["attention_bias"]),
-        o_bias=bool(dims["attention_bias"] and dims["o_bias"]),
+        o_bias=bool(dims["attention_bias"] and dims.get("o_bias", 0)),
         one_plus=family.norm == "one_plus",
         head_layers=head_layers,
         head_sparse=bool(dims["moe"]) and any("moe" in name for name in names),
@@ -168,6 +171,20 @@ def _layer_kinds(text: Mapping[str, Any], layers: int, family: Family) -> tuple[
     if not isinstance(listed, list) or len(listed) != layers or any(kind not in short for kind in listed):
         raise NextnError(f"config.json's layer_types does not describe {layers} layers.", "Correct config.json.")
     return tuple([short[kind] for kind in listed])
+
+
+def _refuse_sliding_window(text: Mapping[str, Any], layers: int) -> None:
+    """transformers ``modeling_qwen2.py``: with use_sliding_window, layers from max_window_layers on look back
+    sliding_window positions only; newer configs list such layers in layer_types."""
+    listed = text.get("layer_types")
+    by_list = isinstance(listed, list) and "sliding_attention" in listed
+    first = text.get("max_window_layers")
+    by_flag = text.get("use_sliding_window") and text.get("sliding_window") and (first is None or first < layers)
+    if by_list or by_flag:
+        raise NextnError(
+            "nextn does not run sliding-window attention, which config.json switches on.",
+            "Use an engine that does; `nextn inspect` prints its command.",
+        )
 
 
 def _sparse_layers(text: Mapping[str, Any], layers: int, moe: bool) -> tuple[bool, ...]:
