@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextn.engine.cache import Cache
@@ -70,6 +70,7 @@ def test_moved_between_rounds(k: int, temperature: float) -> None:
     assert rounds(7, k, temperature) == rounds(None, k, temperature)
 
 
+@settings(max_examples=30)
 @given(
     first=st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=9), min_size=1, max_size=4),
     between=st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=9), max_size=3),

@@ -1,10 +1,11 @@
 """Random lives of a scheduler on a tiny model, and what each request gets alone.
 
-A trace draws everything: pool, pages, slots, chunks, prompt budget, draft lengths that change from round to round,
-results read at once or a round late, arrivals, cancellations, sampling. In float64 rounding flips no choice, so each
-request must get exactly its own tokens: greedy ones those of plain whole-sequence forwards, without cache, head or
-engine code; sampled ones, and a share of the greedy ones, those of the same request decoded alone with the same
-draft lengths, rounds included. Of that share the drafts are compared with whole-sequence forwards of the head too.
+A trace draws everything: pool, pages, slots, snapshots or replay, chunks, prompt budget, draft lengths that change
+from round to round, results read at once or a round late, arrivals, cancellations, sampling. In float64 rounding
+flips no choice, so each request must get exactly its own tokens: greedy ones those of plain whole-sequence forwards,
+without cache, head or engine code; sampled ones, and a share of the greedy ones, those of the same request decoded
+alone with the same draft lengths, rounds included. Of that share the drafts are compared with whole-sequence forwards
+of the head too.
 """
 
 from __future__ import annotations
@@ -140,7 +141,14 @@ def run_trace(seed: int) -> Outcome:
     pages = -(-largest // page_size) + rng.choice((0, 0, 1, 2, 4, 100))
     slots = rng.randint(2, 5)
     cache = Cache(
-        model.config, pages=pages, page_size=page_size, sequences=slots, rows=most + 1, dtype=torch.float64, device=CPU
+        model.config,
+        pages=pages,
+        page_size=page_size,
+        sequences=slots,
+        rows=most + 1,
+        dtype=torch.float64,
+        device=CPU,
+        replay=rng.random() < 0.5,
     )
     rng.shuffle(cache.free_pages)
     runner = PlainRunner(model, model)
@@ -193,7 +201,8 @@ def compare(model: Decoder, request: Request, s: Running, most: int, *, repeat: 
         assert s.tokens == choices(model, request, s.tokens), "not the target's own tokens"
     if request.params.greedy and not repeat:
         return
-    if request.params.greedy and not (request.params.penalised or request.params.logit_bias):
+    adjusted = request.params.penalised or request.params.logit_bias or request.params.min_tokens
+    if request.params.greedy and not adjusted:
         ids = list(request.prompt) + s.tokens[:1]
         for r in s.rounds:
             assert list(r.drafts) == plain_drafts(model, ids, len(r.drafts)), "not the head's own drafts"
