@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nextn.kernels.row_plans import LIBRARY, RowPlan, RowPlans
+from nextn.kernels.row_plans import FIXED, LIBRARY, RowPlan, RowPlans
 from tests.kernels.cases import DTYPES, TOLERANCE, error, poison, randn, real
 
 pytest.importorskip("triton")
@@ -56,11 +56,25 @@ def test_each_split_is_the_product_of_its_columns() -> None:
         assert error(part, x[:, columns].double() @ weight[:, columns].double().t()) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows,n,k,plan",
+    [(40, 40, 192, SWAP), (19, 70, 100, FIXED), real(128, 12352, 2560, FIXED), real(33, 2560, 9216, SWAP)],
+)  # fmt: skip
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(
+    rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype
+) -> None:
+    x, weight = randn(rows, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1)
+    together = rows_triton.row_product(x, weight, plan)
+    assert error(together.sum(0) if plan.splits > 1 else together, x.double() @ weight.double().t()) < TOLERANCE[dtype]
+    for i in (0, 1, 16, rows - 1):
+        assert torch.equal(rows_triton.row_product(x[i : i + 1], weight, plan)[..., 0, :], together[..., i, :])
+    assert torch.equal(rows_triton.row_product(x[3:9], weight, plan), together[..., 3:9, :])
+
+
 def test_what_a_kernel_cannot_take_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rows"):
         rows_triton.row_product(randn(2, 64), randn(8, 64), FMA)
-    with pytest.raises(ValueError, match="17 rows"):
-        rows_triton.row_product(randn(17, 64), randn(8, 64), DOT)
     with pytest.raises(ValueError, match="contiguous"):
         rows_triton.row_product(randn(2, 64), randn(64, 32).t(), DOT)
 
@@ -71,3 +85,10 @@ def test_a_table_answers_for_its_shapes_with_the_next_row_count_listed() -> None
     assert plans.plan(256, 64, 1) == RowPlan("fma", 4, 64)
     assert plans.plan(256, 64, 2) == plans.plan(256, 64, 4) == RowPlan("dot", 32, 128, 4, 8, 3, 1)
     assert plans.plan(256, 64, 5) == plans.plan(64, 256, 1) == LIBRARY
+
+
+def test_one_plan_for_any_number_of_rows_is_never_the_library() -> None:
+    sixteen = {"kind": "swap", "block_n": 32, "block_k": 128, "splits": 4}
+    plans = RowPlans({"256x64": {"16": sixteen}, "64x256": {"1": sixteen, "16": {"kind": "library"}}})
+    assert plans.fixed(256, 64) == RowPlan("swap", 32, 128, 4)
+    assert plans.fixed(64, 256) == plans.fixed(1, 1) == FIXED

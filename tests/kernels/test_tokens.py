@@ -45,13 +45,26 @@ def test_a_nan_invalidates_its_row_alone(width: int) -> None:
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_greedy_acceptance() -> None:
+@pytest.mark.parametrize("width", [50, 5000])
+def test_greedy_acceptance(width: int) -> None:
     choices = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9], [1, 0, 1, 0]], device=DEVICE)
-    drafts = torch.tensor([[1, 2, 3], [5, 0, 7], [0, 9, 9], [1, 0, 0]], device=DEVICE)
-    tokens, accepted = tokens_triton.accept_greedy(choices, drafts)
-    expected = sampling.accept_greedy(choices, drafts)
+    drafts = torch.tensor([[1, 2, 3, 0], [5, 0, 7, 0], [0, 9, 9, 0], [1, 0, 0, 0]], device=DEVICE)[:, :3]
+    logits = randn(4, 4, width).scatter(2, choices[..., None], 9.0)
+    logits[1, 3, 8] = float("nan")
+    tokens, accepted, broken = tokens_triton.accept_best(logits, drafts)
+    expected = sampling.accept_greedy(logits.argmax(-1), drafts)
+    assert torch.equal(tokens, choices)
     assert torch.equal(tokens, expected[0])
     assert accepted.tolist() == expected[1].tolist() == [3, 1, 0, 2]
+    assert broken.tolist() == [False, True, False, False]
+
+
+def test_greedy_acceptance_of_nothing() -> None:
+    logits = randn(3, 1, 70)
+    tokens, accepted, broken = tokens_triton.accept_best(logits, torch.empty(3, 0, dtype=torch.int64, device=DEVICE))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert accepted.tolist() == [0, 0, 0]
+    assert not broken.any()
 
 
 @pytest.mark.parametrize("rows,width", WIDTHS)

@@ -10,7 +10,6 @@ tokens copies nothing.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from nextn.errors import NextnError
 from nextn.kernels.delta import DeltaLog
@@ -34,6 +33,7 @@ class Cache:
         draft_k, draft_v: the same with the head's layers first.
         states: [linear layers, sequences, rows, v_heads, k_dim, v_dim]; in replay without the dimension of rows.
         logs: one for each linear layer, of 2 * rows positions; empty without replay.
+        offsets: 0 .. rows - 1, for the positions of a forward's rows.
         conv: [linear layers, sequences, kernel - 1 + rows, channels]; position p lies in column p % columns.
     """
 
@@ -69,6 +69,7 @@ class Cache:
                 self.logs.append(DeltaLog(k, u, g))
         self.columns = self.kernel - 1 + rows
         self.conv = torch.zeros(c.linear_layers, sequences, self.columns, channels, dtype=dtype, device=device)
+        self.offsets = torch.arange(rows, device=device)
         self.free_pages = list(range(pages - 1, -1, -1))
         self.free_slots = list(range(sequences - 1, -1, -1))
 

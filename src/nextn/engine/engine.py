@@ -47,6 +47,8 @@ class Engine:
         chunk: prompt positions a prefill forward.
         page_size: positions a cache page.
         fused: run rounds with the fused kernels; None where they can run and cover the model.
+        exact: greedy tokens in half precision equal bit for bit with the head on and off, at a cost in speed: a row's
+            arithmetic does not depend on the rows beside it. Needs the fused kernels.
         graphs: launch each round as one CUDA graph, ahead of reading the last one; None where fused rounds run on a
             GPU. Requests for log probabilities, biases or a minimum length run their rounds without.
     """
@@ -62,6 +64,7 @@ class Engine:
         page_size: int = 64,
         fused: bool | None = None,
         graphs: bool | None = None,
+        exact: bool = False,
     ) -> None:
         lengths = FixedLength(draft_tokens) if isinstance(draft_tokens, int) else draft_tokens
         if not 0 <= lengths.most <= MAX_DRAFT_TOKENS:
@@ -82,7 +85,12 @@ class Engine:
             from nextn.engine.fused import FusedRunner
 
             fused = FusedRunner.supports(target, drafter)
-        self.fused = fused
+        if exact and not fused:
+            raise NextnError(
+                "Exact decoding needs the fused kernels, which run on an NVIDIA GPU and cover dense models.",
+                "Decode without it (no `--exact`), or in float32.",
+            )
+        self.fused, self.exact = fused, exact
         self.graphs = fused and device.type == "cuda" if graphs is None else graphs
         self.chunk, self.page_size = chunk, page_size
         self.stats = EngineStats()
@@ -146,7 +154,7 @@ class Engine:
         if self.fused:
             from nextn.engine.fused import FusedRunner
 
-            return FusedRunner(self.target, self.draft, cache, longest=longest, vocab=self.vocab)
+            return FusedRunner(self.target, self.draft, cache, longest=longest, vocab=self.vocab, exact=self.exact)
         return PlainRunner(self.target, self.draft, self.vocab)
 
     def _cache(self, rooms: Sequence[int]) -> Cache:

@@ -34,8 +34,8 @@ from nextn.models.mtp import Fusion
 
 MAX_ROWS = 9
 """Rows a sequence that the kernels take: the bonus token and 8 drafts."""
-KEYS_A_PART = 128
-"""Cached positions for which attention starts one more program a sequence."""
+EXACT_PARTS = 16
+"""Programs that share a sequence's keys in exact decoding."""
 
 
 def power_of_two(n: int) -> bool:
@@ -52,6 +52,8 @@ class FusedRunner(PlainRunner):
         dependent: start each kernel while the one before it finishes (compute capability 9.0 and above).
         longest: most positions a sequence can have; decides how many programs share a sequence's keys.
         vocab: the ids to draft from, None for all.
+        exact: give a row the same bits whatever rows and sequences stand beside it: one kernel a product, one split of
+            the keys, rows padded alike.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FusedRunner(PlainRunner):
         plans: RowPlans | None = None,
         dependent: bool | None = None,
         vocab: DraftVocab | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__(target, draft, vocab)
         device = cache.device
@@ -75,7 +78,8 @@ class FusedRunner(PlainRunner):
         positions = torch.arange(target.config.max_positions + 4 * MAX_ROWS, device=device)[None]
         cos, sin = target.rotary(positions, self.dtype)
         self.cos, self.sin = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
-        self.parts = min(max(-(-longest // KEYS_A_PART), 2), 64)
+        self.longest, self.exact = longest, exact
+        self.pad_rows = MAX_ROWS if exact else 1
         self.deltas = {
             layer.gdn.layer: _delta_weights(layer.gdn)
             for layer in target.layers
@@ -134,8 +138,8 @@ class FusedRunner(PlainRunner):
             block, self._product(both, fusion.fuse.weight), None, where, self.cache.draft_k, self.cache.draft_v
         )
         out, stream = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=self.dependent)
-        recycled = out if head.recycle_post else stream
-        return out.view(*ids.shape, -1), recycled.view(*ids.shape, -1)
+        out = out.view(*ids.shape, -1)
+        return out, out if head.recycle_post else stream.view(*ids.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits(hidden, self.target.output_weight)
@@ -148,6 +152,9 @@ class FusedRunner(PlainRunner):
     def best(self, logits: Tensor) -> Tensor:
         ids, _ = tokens_triton.argmax(logits.view(-1, logits.shape[-1]), pdl=self.dependent)
         return ids.view(logits.shape[:-1])
+
+    def accept_best(self, logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tokens_triton.accept_best(logits, drafts, pdl=self.dependent)
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
         plan = state.plan
@@ -180,7 +187,8 @@ class FusedRunner(PlainRunner):
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, in] times weight [out, in]: [rows, out], or partial sums [splits, rows, out]."""
-        plan = self.plans.plan(weight.shape[0], weight.shape[1], x.shape[0])
+        n, k = weight.shape
+        plan = self.plans.fixed(n, k) if self.exact else self.plans.plan(n, k, x.shape[0])
         return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
 
     def _layer(
@@ -212,9 +220,17 @@ class FusedRunner(PlainRunner):
         pools = self.deltas[layer], x, cache.conv[layer], cache.states[layer]
         if cache.replay:
             return delta_triton.delta_replay(
-                *pools, cache.logs[layer], where.slots, where.first, where.committed, pdl=self.dependent
+                *pools,
+                cache.logs[layer],
+                where.slots,
+                where.first,
+                where.committed,
+                pad_rows=self.pad_rows,
+                pdl=self.dependent,
             )
-        return delta_triton.delta_snapshots(*pools, where.slots, where.first, where.select, pdl=self.dependent)
+        return delta_triton.delta_snapshots(
+            *pools, where.slots, where.first, where.select, pad_rows=self.pad_rows, pdl=self.dependent
+        )
 
     def _attend(self, attn: Attention, x: Tensor, where: Rows, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         dim = attn.head_dim
@@ -243,7 +259,9 @@ class FusedRunner(PlainRunner):
             where.table,
             where.positions,
             dim**-0.5,
-            parts=self.parts,
+            parts=EXACT_PARTS if self.exact else None,
+            longest=self.longest,
+            pad_rows=self.pad_rows,
             gate=x[..., dim:] if attn.gated else None,
             pdl=self.dependent,
         )

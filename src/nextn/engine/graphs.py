@@ -90,8 +90,7 @@ class Captured:
         out = torch.cat(
             (result.tokens, result.accepted[:, None], result.drafts, result.broken[:, None].to(torch.int64)), 1
         )
-        work.lengths = work.lengths * self.active
-        work.committed = work.committed * self.active
+        work.lengths, work.committed = torch._foreach_mul([work.lengths, work.committed], [self.active] * 2)
         _copy(work, self.state, sampling=False)
         return out
 
@@ -109,10 +108,15 @@ class Captured:
 
 
 def _copy(source: Batch, to: Batch, *, sampling: bool = True) -> None:
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for name in ("lengths", "bonus", "drafts", "draft_probs", "committed", "head_out", "head_hidden"):
         value = getattr(source, name)
-        if value is not None:
-            getattr(to, name).copy_(value)
+        if value is not None and value.numel():
+            ours, theirs = pairs.setdefault(value.dtype, ([], []))
+            ours.append(getattr(to, name))
+            theirs.append(value)
+    for ours, theirs in pairs.values():
+        torch._foreach_copy_(ours, theirs)
     if sampling:
         to.table.copy_(source.table)
         to.slots.copy_(source.slots)

@@ -46,6 +46,11 @@ class Plan:
     bias: bool
     min_tokens: bool
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether `adjust` can change which token is the most probable."""
+        return self.penalties or self.bias or self.min_tokens
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> Plan:
         sampled = [p for p in params if not p.greedy]
@@ -224,7 +229,7 @@ def adjust(logits: Tensor, state: SamplingState, drafts: Tensor | None = None, f
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     plan = state.plan
-    if not (plan.penalties or plan.bias or plan.min_tokens):
+    if not plan.adjusts:
         return logits
     row = first_row + torch.arange(logits.shape[1], device=logits.device)
     out = logits

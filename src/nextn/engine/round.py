@@ -21,8 +21,6 @@ from nextn.engine.contexts import Rows
 from nextn.engine.runner import Runner
 from nextn.engine.sampling import (
     DRAFT,
-    SamplingState,
-    accept_greedy,
     adjust,
     uniforms,
 )
@@ -57,8 +55,8 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
             extend runs at K = 0 too: the draft cache stays complete, so that a later round may draft again.
     """
     k = batch.draft_tokens
-    rows = torch.cat((batch.bonus[:, None], batch.drafts), 1)
-    positions = batch.lengths[:, None] + torch.arange(k + 1, device=rows.device)
+    rows = torch.cat((batch.bonus[:, None], batch.drafts), 1) if k else batch.bonus[:, None]
+    positions = batch.lengths[:, None] + cache.offsets[: k + 1]
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
     post, pre = runner.target_rows(rows, where)
     logits = runner.logits(post)
@@ -72,7 +70,8 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     batch.bound += k + 1
     if batch.head_out is not None:
         out, recycled = runner.head_rows(tokens, runner.target.head_hidden(post, pre), where)
-        batch.head_out, batch.head_hidden = _row(out, accepted), _row(recycled, accepted)
+        batch.head_out = _row(out, accepted)
+        batch.head_hidden = batch.head_out if recycled is out else _row(recycled, accepted)
         draft(runner, cache, batch, k)
     return result
 
@@ -111,15 +110,15 @@ def draft_tokens(
     Returns:
         (drafts [batch, K], the probabilities they were drawn from [batch, K, vocab] or None when all are greedy).
     """
-    drafts = batch.lengths.new_empty((batch.size, 0))
+    drafts = token = batch.lengths.new_empty((batch.size, 0))
+    ahead = batch.lengths + cache.offsets[: k - 1, None] if k > 1 else batch.lengths[None]
     probs: list[Tensor] = []
     for step in range(k):
         if step:
-            positions = (batch.lengths + step - 1)[:, None]
-            where = Rows(cache, batch.table, positions, bound, batch.slots, batch.committed)
-            out, recycled = runner.head_rows(drafts[:, -1:], recycled, where, step)
-        token, law = _draft(runner, runner.draft_logits(out), batch.sampling, drafts, batch.lengths + step + 1)
-        drafts = torch.cat((drafts, token), 1)
+            where = Rows(cache, batch.table, ahead[step - 1][:, None], bound, batch.slots, batch.committed)
+            out, recycled = runner.head_rows(token, recycled, where, step)
+        token, law = _draft(runner, runner.draft_logits(out), batch, drafts)
+        drafts = torch.cat((drafts, token), 1) if step else token
         if law is not None:
             probs.append(law)
     return drafts, torch.cat(probs, 1) if probs else None
@@ -129,23 +128,23 @@ def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> 
     """(tokens, accepted, broken) as in `RoundResult`."""
     state = batch.sampling
     if state.plan.all_greedy:
-        choices = runner.best(adjust(logits, state, batch.drafts))
-        # The largest of logits that hold a NaN is that NaN.
-        broken = logits.gather(-1, choices[..., None]).isnan().any((-1, -2))
-        return *accept_greedy(choices, batch.drafts), broken
+        if state.plan.adjusts:
+            logits = adjust(logits, state, batch.drafts)
+        return runner.accept_best(logits, batch.drafts)
     probs = runner.process(logits, state, batch.drafts)
     tokens, accepted = runner.accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
     return tokens, accepted, logits.amax((-1, -2)).isnan()
 
 
-def _draft(
-    runner: Runner, logits: Tensor, state: SamplingState, drafts: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _draft(runner: Runner, logits: Tensor, batch: Batch, drafts: Tensor) -> tuple[Tensor, Tensor | None]:
     """One draft token a sequence from head logits [batch, 1, vocab], processed as the target's row will be."""
+    state, before = batch.sampling, drafts.shape[1]
     if state.plan.all_greedy:
-        return runner.best(adjust(logits, state, drafts, drafts.shape[1])), None
-    law = runner.process(logits, state, drafts, drafts.shape[1])
-    return runner.sample(law, uniforms(state.seed, position)[:, None, DRAFT]), law
+        if state.plan.adjusts:
+            logits = adjust(logits, state, drafts, before)
+        return runner.best(logits), None
+    law = runner.process(logits, state, drafts, before)
+    return runner.sample(law, uniforms(state.seed, batch.lengths + before + 1)[:, None, DRAFT]), law
 
 
 def _row(x: Tensor, at: Tensor) -> Tensor:

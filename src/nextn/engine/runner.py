@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextn.engine.contexts import DraftContext, Rows, TargetContext
 from nextn.engine.draft_vocab import DraftVocab
-from nextn.engine.sampling import SamplingState, accept, process, sample
+from nextn.engine.sampling import SamplingState, accept, accept_greedy, process, sample
 from nextn.models.decoder import Decoder, Drafter
 
 
@@ -39,6 +39,14 @@ class Runner(Protocol):
 
     def best(self, logits: Tensor) -> Tensor:
         """Lowest id of the largest logit, [batch, rows]."""
+        ...
+
+    def accept_best(self, logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`best`, and the acceptance of drafts [batch, K] against it (`engine.sampling.accept_greedy`).
+
+        Returns:
+            (tokens [batch, K + 1], accepted [batch], whether the logits hold NaN [batch]).
+        """
         ...
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
@@ -79,6 +87,12 @@ class PlainRunner:
 
     def best(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
+
+    def accept_best(self, logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        choices = logits.argmax(-1)
+        # The largest of logits that hold a NaN is that NaN.
+        broken = logits.gather(-1, choices[..., None]).isnan().any((-1, -2))
+        return *accept_greedy(choices, drafts), broken
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
         return process(logits, state, drafts, first_row)

@@ -18,6 +18,7 @@ from nextn.kernels.support import splits_of
 
 LOG2_E = 1.4426950408889634
 PROGRAMS = 264
+KEYS = 32
 
 
 @triton.jit
@@ -130,10 +131,11 @@ def _combine(
 def parts_for(batch: int, kv_heads: int, positions: int, keys: int) -> int:
     """Programs a sequence and kv head: about two a processor in all, at most one a tile, at most 64.
 
+    A batch counts as the next power of two, so that padded sequences change nothing.
     Measured on an H200 at 1,024 positions, 4 kv heads: one sequence 11.4, 8.5, 7.5 us with 8, 16, 32 programs; 32
     sequences 57, 66, 86 us.
     """
-    return max(1, min(-(-PROGRAMS // (batch * kv_heads)), -(-positions // keys), 64))
+    return max(1, min(-(-PROGRAMS // (triton.next_power_of_2(batch) * kv_heads)), -(-positions // keys), 64))
 
 
 def paged_attention(
@@ -145,7 +147,9 @@ def paged_attention(
     scale: float,
     *,
     parts: int | None = None,
-    keys: int = 32,
+    longest: int | None = None,
+    pad_rows: int = 1,
+    keys: int = KEYS,
     gate: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -158,6 +162,9 @@ def paged_attention(
         positions: [batch, rows], contiguous; row i sees keys at positions <= positions[b, i].
         parts: programs that share a sequence's tiles of `keys` positions; by default what keeps the card busy at this
             batch (`parts_for`). It decides in which order a row's keys are summed up.
+        longest: most positions of a sequence, by default the table's.
+        pad_rows: with the same `pad_rows` and `parts`, rows give the same bits in a call of any number of rows up to
+            it.
         gate: the merged product's columns from the first gate on, as in `activation_triton.sigmoid_mul`.
     Returns:
         [batch * rows, heads * head_dim] in q's dtype.
@@ -166,12 +173,12 @@ def paged_attention(
     page, kv_heads, dim = k_pool.shape[1:]
     heads = q.shape[1]
     if parts is None:
-        parts = parts_for(batch, kv_heads, table.shape[1] * page, keys)
+        parts = parts_for(batch, kv_heads, longest or table.shape[1] * page, keys)
     part = torch.empty(batch * rows, heads, parts, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch * rows, heads, parts, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(batch * rows, heads * dim, dtype=q.dtype, device=q.device)
     block_dim = triton.next_power_of_2(dim)
-    queries = max(16, triton.next_power_of_2(rows * heads // kv_heads))
+    queries = max(16, triton.next_power_of_2(max(rows, pad_rows) * heads // kv_heads))
     _attend[(parts, kv_heads, batch)](
         q,
         k_pool,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_ROWS = 16
+"""Rows that a program of the tensor-core kernels takes."""
 TABLE = Path(__file__).with_name("rows_h200.json")
 
 Kind = Literal["fma", "dot", "swap", "library"]
@@ -41,6 +42,8 @@ class RowPlan:
 
 
 LIBRARY = RowPlan("library")
+FIXED = RowPlan("swap", 64, 64, stages=4)
+"""For a shape that is not listed, where the library may not be used."""
 
 
 class RowPlans:
@@ -60,6 +63,11 @@ class RowPlans:
         """For `rows` rows and n outputs of k inputs: the one listed for the fewest rows not below, or the library."""
         listed = self._plans.get(f"{n}x{k}", ())
         return next((plan for most, plan in listed if most >= rows), LIBRARY)
+
+    def fixed(self, n: int, k: int) -> RowPlan:
+        """One plan of ours for any number of rows, so that a row's result does not depend on how many there are."""
+        plan = self.plan(n, k, MAX_ROWS)
+        return FIXED if plan.kind == "library" else plan
 
 
 @cache

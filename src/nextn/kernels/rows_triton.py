@@ -1,6 +1,6 @@
 """Triton kernels of `linear.linear` for 1 to 16 rows, where streaming the weights is all that counts.
 
-Two designs: one row by multiply-add, and up to 16 rows on tensor cores, optionally split along K into partial sums
+Two designs: one row by multiply-add, and 16 rows a program on tensor cores, optionally split along K into partial sums
 that the kernel reading them adds up. Both can start under dependent launch: weights never change, so each program
 fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a shape.
 """
@@ -62,6 +62,7 @@ def _few_rows(
     x_row: tl.tensor,
     rows: tl.tensor,
     chunk: tl.tensor,
+    row_blocks: tl.tensor,
     M: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -71,15 +72,16 @@ def _few_rows(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :].
+    """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :], M rows a program.
 
+    Blocks of rows that share weights are neighbours in the launch order, so that the L2 cache serves all but one.
     SWAP puts the weights on the side of the tensor core's wide dimension. AHEAD tiles of weights are asked into the L2
     cache before the wait.
     """
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.arange(0, M)
+    n = tl.program_id(0) // row_blocks * BN + tl.arange(0, BN)
+    m = tl.program_id(0) % row_blocks * M + tl.arange(0, M)
     k = tl.program_id(1) * chunk + tl.arange(0, BK)
     wanted = n[:, None] < N
     row_inside = m[:, None] < rows
@@ -127,8 +129,10 @@ def _few_rows(
 def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
     """x @ weight.T without a bias.
 
+    A `dot` or `swap` plan gives a row the same bits whatever rows stand beside it.
+
     Args:
-        x: [rows, K], 1 to 16 rows, contiguous along K.
+        x: [rows, K], contiguous along K; an `fma` plan takes one row.
         weight: [N, K], contiguous.
         out: where to put the result; partial sums are float32 [plan.splits, rows, N].
     Returns:
@@ -141,7 +145,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
     n = weight.shape[0]
     if plan.kind == "library":
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
-    if rows > (1 if plan.kind == "fma" else MAX_ROWS) or x.stride(1) != 1 or not weight.is_contiguous():
+    if (plan.kind == "fma" and rows > 1) or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"a {plan.kind} product does not take {rows} rows, or a tensor is not contiguous along K")
     if out is None:
         shape = (rows, n) if plan.splits == 1 else (plan.splits, rows, n)
@@ -162,7 +166,8 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         )
         return out
     step = plan.splits * plan.block_k
-    _few_rows[(triton.cdiv(n, plan.block_n), plan.splits)](
+    row_blocks = triton.cdiv(rows, MAX_ROWS)
+    _few_rows[(triton.cdiv(n, plan.block_n) * row_blocks, plan.splits)](
         x,
         weight,
         out,
@@ -171,6 +176,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         x.stride(0),
         rows,
         triton.cdiv(k, step) * plan.block_k,
+        row_blocks,
         M=MAX_ROWS,
         BN=plan.block_n,
         BK=plan.block_k,

@@ -79,10 +79,15 @@ def _argmax(
 
 
 @triton.jit
-def _accept_greedy(
-    choices: tl.tensor,
+def _accept_best(
+    values: tl.tensor,
+    ids: tl.tensor,
     drafts: tl.tensor,
+    tokens: tl.tensor,
     accepted: tl.tensor,
+    broken: tl.tensor,
+    draft_row: tl.tensor,
+    blocks: tl.tensor,
     STEPS: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
@@ -91,10 +96,20 @@ def _accept_greedy(
         gdc_launch_dependents()
         gdc_wait()
     batch = tl.program_id(0)
-    i = tl.arange(0, PADDED)
-    choice = tl.load(choices + batch * (STEPS + 1) + i, mask=i < STEPS, other=-1)
-    draft = tl.load(drafts + batch * STEPS + i, mask=i < STEPS, other=-2)
-    tl.store(accepted + batch, tl.min(tl.where(choice == draft, STEPS, i)).to(tl.int64))
+    kept = batch * 0
+    going = batch >= 0
+    wrong = batch < 0
+    for i in tl.static_range(STEPS + 1):
+        at = batch * (STEPS + 1) + i
+        _, token = best_of_blocks(values, ids, at, blocks, PADDED)
+        wrong = wrong | (token < 0)
+        token = tl.where(token < 0, -1 - token, token).to(tl.int64)
+        tl.store(tokens + at, token)
+        if i < STEPS:
+            going = going & (token == tl.load(drafts + batch * draft_row + i))
+            kept += going.to(tl.int32)
+    tl.store(accepted + batch, kept.to(tl.int64))
+    tl.store(broken + batch, wrong)
 
 
 @triton.jit
@@ -286,21 +301,37 @@ def best_blocks(logits: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def accept_greedy(choices: Tensor, drafts: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """`sampling.accept_greedy` for choices [B, K + 1] and drafts [B, K], contiguous int64, K of at least 1."""
+def accept_best(logits: Tensor, drafts: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """`argmax`, and `sampling.accept_greedy` of drafts against it.
+
+    Args:
+        logits: [B, K + 1, V], contiguous.
+        drafts: [B, K] int64, contiguous along K.
+    Returns:
+        (tokens [B, K + 1] int64, accepted [B] int64, broken [B] bool: a row of the sequence holds a NaN).
+    """
     batch, steps = drafts.shape
+    values, ids = best_blocks(logits.view(-1, logits.shape[-1]), pdl=pdl)
+    blocks = values.shape[1]
+    tokens = torch.empty(batch, steps + 1, dtype=torch.int64, device=drafts.device)
     accepted = torch.empty(batch, dtype=torch.int64, device=drafts.device)
-    _accept_greedy[(batch,)](
-        choices,
+    broken = torch.empty(batch, dtype=torch.bool, device=drafts.device)
+    _accept_best[(batch,)](
+        values,
+        ids,
         drafts,
+        tokens,
         accepted,
+        broken,
+        drafts.stride(0),
+        blocks,
         STEPS=steps,
-        PADDED=triton.next_power_of_2(steps + 1),
+        PADDED=triton.next_power_of_2(blocks),
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
     )
-    return choices, accepted
+    return tokens, accepted, broken
 
 
 def sample(probs: Tensor, draws: Tensor, *, pdl: bool = False) -> Tensor:
