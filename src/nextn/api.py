@@ -1,18 +1,17 @@
 """The Python API: `load` a checkpoint with its head, `generate` or `stream` from it.
 
-from nextn import load, generate
-
-model = load("path/to/checkpoint")
-print(generate(model, "def main():", max_tokens=64).text)
+>>> from nextn import load, generate
+>>> model = load("path/to/checkpoint")
+>>> generate(model, "def main():", max_tokens=64).text
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 
@@ -32,8 +31,15 @@ from nextn.engine.text import Tokenizer, load_tokenizer
 from nextn.errors import NextnError
 from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import LoadReport, Progress, default_dtype, load_decoder, load_drafter
+from nextn.options import (
+    DecodingOptions,
+    GenerateOptions,
+    Prompt,
+    SamplingOptions,
+    as_prompts,
+    check_options,
+)
 
-Prompt = str | Sequence[int]
 DRAFT_TOKENS = 3
 MAX_NEW_TOKENS = 256
 """Where neither the caller nor generation_config.json says."""
@@ -84,7 +90,7 @@ class Generation:
         text: None where there is no tokenizer.
         tokens: generated ids, the stop id that ended them included.
         prompt_tokens: length of the prompt.
-        rounds: verify forwards that were needed.
+        rounds: verify forwards that were needed; a step without draft tokens verifies nothing and is none.
         drafted, accepted: proposals verified, and those that matched.
         acceptance: by position i, the share of rounds in which d1..di were all accepted, of those that proposed di.
         seconds: wall time from prefill to the last token, of the whole batch that the prompt was decoded in.
@@ -184,6 +190,8 @@ def load(
     Raises:
         NextnError: nothing there, no head, quantised, incomplete or damaged weights.
     """
+    if not isinstance(source, str | Path | None):
+        raise NextnError(f"load was given a {type(source).__name__}.", "Give a folder, or a hub repository as text.")
     folder = local_folder(
         source if source is not None else embedded_model(), revision=revision, token=token, cache_dir=cache_dir
     )
@@ -206,6 +214,10 @@ def load(
     defaults = read_defaults(
         checkpoint.config, checkpoint.json("generation_config.json"), tokenizer.eos_ids if tokenizer else ()
     )
+    try:
+        SamplingParams(**{"max_tokens": MAX_NEW_TOKENS, **defaults.options})
+    except NextnError as error:
+        raise NextnError(f"In {folder / 'generation_config.json'}, {error.what}", error.fix) from None
     return Model(folder, target, draft, tokenizer, defaults, report, draft_report)
 
 
@@ -223,11 +235,11 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPE_NAMES:
+    chosen = DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if chosen not in DTYPE_NAMES.values():
         raise NextnError(f"{dtype!r} is not a dtype that nextn decodes in.", f"Use one of {', '.join(DTYPE_NAMES)}.")
-    return DTYPE_NAMES[dtype]
+    assert isinstance(chosen, torch.dtype)
+    return chosen
 
 
 def sampling_params(model: Model, **options: Any) -> SamplingParams:
@@ -236,10 +248,7 @@ def sampling_params(model: Model, **options: Any) -> SamplingParams:
     Raises:
         NextnError: an option that does not exist or is out of range.
     """
-    known = {f.name for f in fields(SamplingParams)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise NextnError(f"There is no option {unknown[0]!r}.", f"Options are {', '.join(sorted(known))}.")
+    check_options(options)
     given = {name: value for name, value in options.items() if value is not None}
     merged = {"max_tokens": MAX_NEW_TOKENS, **model.defaults.options, **given}
     merged.setdefault("temperature", 0.0)
@@ -249,28 +258,28 @@ def sampling_params(model: Model, **options: Any) -> SamplingParams:
 
 
 @overload
-def generate(model: Model, prompts: Prompt, **options: Any) -> Generation: ...
+def generate(  # type: ignore[overload-overlap]
+    model: Model, prompts: Prompt, **options: Unpack[GenerateOptions]
+) -> Generation: ...
 @overload
-def generate(model: Model, prompts: Sequence[Prompt], **options: Any) -> list[Generation]: ...
-def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
+def generate(model: Model, prompts: Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+def generate(
+    model: Model, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]
+) -> Generation | list[Generation]:
     """Decode prompts together, losslessly, with the head (unless `draft_tokens` is 0).
 
     Args:
         model: from `load`.
-        prompts: text or token ids, one or several.
-        options: `draft_tokens` (K, 0 to 8, or ``auto``; 3 by default), `draft_vocab` (the ids that can be drafted, or
-            how many of the most frequent), `chunk`, `on_step` (called with each `Step`), and the fields of
-            `SamplingParams` (temperature, top_p, top_k, min_p, seed, max_tokens, stop, ...), over the checkpoint's own
-            defaults.
+        prompts: text or token ids (lists, arrays or tensors), one or several.
+        options: see `GenerateOptions`, `DecodingOptions` and `SamplingOptions` in `nextn.options`.
     Returns:
         a `Generation`, or a list of them for several prompts.
     Raises:
         NextnError: bad options, an empty prompt, one longer than the context, text without a tokenizer.
     """
     on_step: Callable[[Step], None] | None = options.pop("on_step", None)
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment,list-item]
-    run = Run(model, batch, **options)
+    batch, single = as_prompts(prompts)
+    run = Run(model, batch, **options)  # type: ignore[misc]
     for step in run:
         if on_step is not None:
             on_step(step)
@@ -295,9 +304,12 @@ def frequent_vocab(model: Model, count: int, text: Path | None = None) -> list[i
     )
 
 
-def stream(model: Model, prompt: Prompt, **options: Any) -> Iterator[Step]:
-    """Decode one prompt and yield what each forward gave; options as in `generate`."""
-    yield from Run(model, [prompt], **options)
+def stream(model: Model, prompt: Prompt, **options: Unpack[DecodingOptions]) -> Iterator[Step]:
+    """Decode one prompt and yield what each forward gave; options as in `generate`. Bad options are refused at once."""
+    batch, single = as_prompts(prompt)
+    if not single:
+        raise NextnError("stream takes one prompt.", "Use generate with on_step for several.")
+    return iter(Run(model, batch, **options))
 
 
 class Run:
@@ -315,18 +327,24 @@ class Run:
         draft_tokens: int | Literal["auto"] | None = None,
         draft_vocab: int | Iterable[int] | None = None,
         chunk: int = 512,
+        exact: bool = False,
         options_each: Sequence[Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
-        **options: Any,
+        **options: Unpack[SamplingOptions],
     ) -> None:
         if draft_tokens is None:
             draft_tokens = DRAFT_TOKENS if model.has_head else 0
+        if draft_tokens != "auto" and (isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int)):
+            raise NextnError(f"draft_tokens is {draft_tokens!r}.", "Give a whole number from 0 to 8, or 'auto'.")
         self.model, self.progress = model, progress
         lengths = AutoLength() if draft_tokens == "auto" else FixedLength(draft_tokens)
         vocab = frequent_vocab(model, draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
-        self.engine = Engine(model.target, draft=model.draft, draft_tokens=lengths, draft_vocab=vocab, chunk=chunk)
+        self.engine = Engine(
+            model.target, draft=model.draft, draft_tokens=lengths, draft_vocab=vocab, chunk=chunk, exact=exact
+        )
+        shared = cast(Mapping[str, Any], options)
         self.requests = [
-            self._request(p, options if options_each is None else options_each[i]) for i, p in enumerate(prompts)
+            self._request(p, shared if options_each is None else options_each[i]) for i, p in enumerate(prompts)
         ]
         self.results: list[Generation] = []
 
@@ -337,7 +355,7 @@ class Run:
             if tokenizer is None:
                 raise NextnError(
                     f"{self.model.folder} ships no tokenizer, so text cannot be encoded.",
-                    "Give token ids (`--prompt-ids 1,2,3`).",
+                    "Give token ids (`--prompt-ids 1,2,3` on the command line).",
                 )
             ids: Sequence[int] = tokenizer.encode(prompt)
         else:
@@ -362,18 +380,18 @@ class Run:
         ]
 
     def _result(self, s: Running, seconds: float) -> Generation:
-        rounds = len(s.rounds)
-        widths = [len(r.drafts) for r in s.rounds]
+        verified = [r for r in s.rounds if r.drafts]
+        widths = [len(r.drafts) for r in verified]
         stream = s.request.stream
         return Generation(
             text=stream.text if stream is not None else None,
             tokens=s.tokens,
             prompt_tokens=len(s.request.prompt),
-            rounds=rounds,
+            rounds=len(verified),
             drafted=sum(widths),
             accepted=sum(r.accepted for r in s.rounds),
             acceptance=[
-                sum(r.accepted > i for r in s.rounds) / sum(width > i for width in widths)
+                sum(r.accepted > i for r in verified) / sum(width > i for width in widths)
                 for i in range(max(widths, default=0))
             ],
             seconds=seconds,

@@ -5,6 +5,7 @@ Only the command that is asked for is imported, so that `nextn inspect` starts w
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -37,10 +38,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """command -> (``module:function``, one line of help)."""
 
 
+class ClosedPipeError(Exception):
+    """The reader of the output (head, less) has what it wanted. Not an OSError, which the library would take."""
+
+
 def _load(target: str) -> Callable[..., Any]:
     module, _, function = target.partition(":")
     command: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return command
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except BrokenPipeError:
+            raise ClosedPipeError from None
+
+    return run
 
 
 def _version(asked: bool) -> None:
@@ -61,7 +74,7 @@ def build(asked: str | None) -> typer.Typer:
     Args:
         asked: name of the command that will run; others are listed by their line of the table alone.
     """
-    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback()(nextn)
     for name, (target, line) in COMMANDS.items():
         if name == asked:
@@ -80,7 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     asked = next((word for word in given if not word.startswith("-")), None)
     try:
-        build(asked)(given, prog_name="nextn")
+        ended = build(asked)(given, prog_name="nextn", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(ended if isinstance(ended, int) else 0)
     except NextnError as error:
         print(f"error: {error.what}", file=sys.stderr)
         if error.fix:
@@ -88,11 +103,29 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader (head, less) has what it wanted; nothing more can be printed, not even at exit.
+    except (ClosedPipeError, BrokenPipeError):
+        # Nothing more can be printed, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if "NEXTN_TRACEBACK" in os.environ:
+            raise
+        about = f"{error.filename}: " if error.filename else ""
+        print(f"error: {about}{error.strerror or error}.", file=sys.stderr)
+        print("       Check the disk and the permissions.", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
+        if (told := getattr(error, "format_message", None)) is not None:
+            # A usage error of the command-line library.
+            if type(error).__name__ == "NoArgsIsHelpError":
+                print(told())
+                sys.exit(2)
+            name = f" {asked}" if asked in COMMANDS else ""
+            print(f"error: {told().rstrip('.')}.", file=sys.stderr)
+            print(f"       See `nextn{name} --help`.", file=sys.stderr)
+            sys.exit(2)
+        if type(error).__name__ == "Abort":
+            sys.exit(130)
         if "NEXTN_TRACEBACK" in os.environ:
             raise
         print(f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -73,7 +74,7 @@ def test_what_shapes_logits_acts_inside_verify(
     for k in ("1", "4"):
         on = answer(capsys, *common, "-k", k)
         assert (on["tokens"], on["finish_reason"]) == (off["tokens"], off["finish_reason"])
-    assert off["rounds"] == len(off["tokens"]) - 1
+    assert (off["rounds"], off["accept_length"], off["acceptance"]) == (0, None, [])
 
 
 def test_options_change_the_tokens(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
@@ -106,6 +107,11 @@ def test_separate_draft(capsys: pytest.CaptureFixture[str], checkpoint: str) -> 
     assert separate["memory"]["native_weight_bytes"] == native["memory"]["weight_bytes"]
 
 
+def unmarked(shown: str) -> str:
+    """What --show-drafts printed, without rejected tokens and marks."""
+    return re.sub(r"\{\+(.*?)\+\}", r"\1", re.sub(r"\[-.*?-\]", "", shown, flags=re.DOTALL), flags=re.DOTALL)
+
+
 def test_streamed_text_and_chat(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--prompt", "class Queue:\n", "--max-tokens", "24"]
     text = answer(capsys, *common)["text"]
@@ -113,7 +119,8 @@ def test_streamed_text_and_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (0, text + "\n")
     assert re.search(r"24 tokens in .* accept length", err)
     _, shown, _ = run(capsys, *common, "--show-drafts")
-    assert re.sub(r"\[-.*?-\]", "", shown, flags=re.DOTALL) == text + "\n"
+    assert unmarked(shown) == text + "\n"
+    assert "{+" in shown
     assert answer(capsys, *common, "--chat")["prompt_tokens"] > answer(capsys, *common)["prompt_tokens"]
 
 
@@ -126,6 +133,22 @@ def test_stop_string_cuts_where_plain_decoding_does(capsys: pytest.CaptureFixtur
         assert result["text"] == text[: text.index(stop)]
         assert result["finish_reason"] == "stop"
         assert result["tokens"] == results[0]["tokens"]
+    _, shown, _ = run(capsys, *common, "--stop", stop, "--show-drafts")
+    assert unmarked(shown) == results[0]["text"] + "\n"
+
+
+def test_colours_only_where_they_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["--prompt", "class Queue:", "--max-tokens", "24", "--show-drafts"]
+    _, marked, _ = run(capsys, *common)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    _, styled, _ = run(capsys, *common)
+    assert "{+" not in styled
+    assert "\x1b[32m" in styled
+    plain = re.sub(r"\x1b\[9;31m.*?\x1b\[0m", "", styled, flags=re.DOTALL)
+    assert re.sub(r"\x1b\[[\d;]*m", "", plain) == unmarked(marked)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(capsys, *common)[1] == marked
 
 
 def test_prompt_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -143,7 +166,10 @@ def test_sampling_defaults_come_from_the_checkpoint(
     cut = answer(capsys, str(made), "--prompt-ids", IDS, "--max-tokens", "8")
     assert (cut["tokens"], cut["finish_reason"]) == (tokens[: tokens.index(tokens[3]) + 1], "stop")
     assert answer(capsys, str(made), "--prompt-ids", IDS, "--max-tokens", "8", "--ignore-eos")["tokens"] == tokens
-    (made / "generation_config.json").write_text(json.dumps({"temperature": 5.0, "max_new_tokens": 6}))
+    (made / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
+    code, _, err = run(capsys, str(made), "--prompt-ids", IDS)
+    assert (code, "generation_config.json, temperature is hot" in err) == (2, True)
+    (made / "generation_config.json").write_text(json.dumps({"temperature": 5.0, "top_k": 90.0, "max_new_tokens": 6}))
     drawn = [answer(capsys, str(made), "--prompt-ids", IDS, "--seed", str(s))["tokens"] for s in range(3)]
     assert len({tuple(d) for d in drawn}) == 3
     assert all(len(d) == 6 for d in drawn)
@@ -170,6 +196,11 @@ def test_sampling_defaults_come_from_the_checkpoint(
         (["--prompt", "a", "--dtype", "int8"], "'int8' is not a dtype"),
         (["--prompt", "a", "--device", "tpu"], "There is no device tpu"),
         (["--prompt", "a", "--no-mtp", "--separate-draft"], "contradicts"),
+        (["--prompt", "a", "--no-mtp", "-k", "3"], "contradicts"),
+        (["--prompt", "a", "--system", "b"], "no effect without --chat"),
+        (["--prompt", "a", "--logprobs", "2"], "no effect without --json"),
+        (["--prompt", "a", "--stop-token-id", "99999"], "Stop token id 99999"),
+        (["--prompt", "a", "--bogus"], "No such option"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["nowhere", "--prompt", "a"], "nowhere is not the folder"),
         (["./nowhere", "--prompt", "a"], "nowhere is not the folder"),
@@ -209,10 +240,46 @@ def test_python_api() -> None:
     assert "".join(step.text for step in steps) == one.text
     assert [t for step in steps for t in step.tokens] == one.tokens
     assert steps[0].round is None
-    with pytest.raises(NextnError, match="no option 'max_length'"):
-        generate(model, "a", max_length=3)
     assert generate(model, []) == []
+    ids = generate(model, [5, 6, 7], max_tokens=4).tokens
+    for form in (torch.tensor([5, 6, 7]), np.array([5, 6, 7]), (5, 6, 7), list(np.array([5, 6, 7]))):
+        assert generate(model, form, max_tokens=4).tokens == ids
+    assert [g.tokens for g in generate(model, [torch.tensor([5, 6, 7]), np.array([5, 6, 7])], max_tokens=4)] == [
+        ids
+    ] * 2
     assert load(embedded_model(), mtp=False).has_head is False
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "what"),
+    [
+        ("a", {"max_length": 3}, "no option 'max_length'"),
+        ("a", {"draft_tokens": 2.0}, "draft_tokens is 2.0"),
+        ("a", {"draft_tokens": True}, "draft_tokens is True"),
+        ("a", {"draft_tokens": 9}, "draft_tokens is 9"),
+        ("a", {"logit_bias": [(5, 1.0)]}, "logit_bias is no mapping"),
+        ("a", {"temperature": "hot"}, "temperature is hot"),
+        (None, {}, "of type NoneType"),
+        (b"abc", {}, "of type bytes"),
+        ([5.5, 6], {}, "neither text nor token ids"),
+        ([True], {}, "neither text nor token ids"),
+        ([[5], None], {}, "neither text nor token ids"),
+        ([[]], {}, "prompt is empty"),
+    ],
+)
+def test_python_api_refusals(prompts: Any, options: dict[str, Any], what: str) -> None:
+    with pytest.raises(NextnError, match=re.escape(what)):
+        generate(load(), prompts, **options)
+    if isinstance(prompts, str):
+        with pytest.raises(NextnError, match=re.escape(what)):
+            stream(load(), prompts, **options)
+
+
+def test_python_load_refusals() -> None:
+    with pytest.raises(NextnError, match=r"torch\.int8 is not a dtype"):
+        load(dtype=torch.int8)
+    with pytest.raises(NextnError, match="given a int"):
+        load(5)  # type: ignore[arg-type]
 
 
 def test_automatic_draft_length_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Colour accepted draft tokens green, rejected ones red.")
+        bool, typer.Option("--show-drafts", help="Mark accepted draft tokens (green) and rejected ones (red).")
     ] = False,
     draft_tokens: Annotated[
         str | None,
@@ -50,6 +50,10 @@ def generate(
         Path | None, typer.Option(help="Text like the output, to count frequent tokens for --draft-vocab N in.")
     ] = None,
     no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Decode without the head.")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="In bf16 too, the very tokens of --no-mtp; slower, on an NVIDIA GPU."),
+    ] = False,
     separate_draft: Annotated[
         bool, typer.Option("--separate-draft", help="Load the head as a second model, to compare against.")
     ] = False,
@@ -123,6 +127,14 @@ def generate(
         raise NextnError("--no-mtp contradicts --separate-draft, --head and --draft-vocab.", "Leave one of them out.")
     if draft_vocab_text is not None and not (draft_vocab or "").isdecimal():
         raise NextnError("--draft-vocab-text needs to know how many tokens to draft from.", "Give --draft-vocab N.")
+    for given_without, option, needed in (
+        (system is not None and not chat, "--system", "--chat"),
+        (logprobs is not None and not as_json, "--logprobs", "--json"),
+    ):
+        if given_without:
+            raise NextnError(f"{option} has no effect without {needed}.", f"Add {needed}, or leave {option} out.")
+    if no_mtp and draft_tokens is not None:
+        raise NextnError("--no-mtp contradicts --draft-tokens.", "Leave one of them out.")
     text = _prompt_text(prompt, prompt_file)
     ids = _ids(prompt_ids) if prompt_ids is not None else None
     if text == "" or ids == []:
@@ -164,7 +176,11 @@ def generate(
             progress=progress,
         )
     fit_threads(loaded.weight_bytes)
-    given_prompt: api.Prompt
+    vocabulary = loaded.target.config.vocab
+    odd = next((i for i in stop_token_id or () if not 0 <= i < vocabulary), None)
+    if odd is not None:
+        raise NextnError(f"Stop token id {odd} is not in the vocabulary of {vocabulary}.", "Give ids of this model.")
+    given_prompt: str | list[int]
     if ids is not None:
         if chat:
             raise NextnError("--chat needs text.", "Give the prompt as text.")
@@ -188,6 +204,7 @@ def generate(
         draft_tokens=0 if no_mtp else length,
         draft_vocab=vocab,
         chunk=chunk,
+        exact=exact,
         **options,
     )
     if as_json:
@@ -197,7 +214,7 @@ def generate(
         return
     from nextn.engine.show import Printer, summary
 
-    printer = Printer(sys.stdout, loaded.tokenizer, run.requests[0].prompt, colour_drafts=show_drafts)
+    printer = Printer(sys.stdout, loaded.tokenizer, run.requests[0].prompt, mark_drafts=show_drafts)
     for step in run:
         printer.step(step)
     printer.end()

@@ -50,6 +50,9 @@ def read_defaults(
             options["repetition_penalty"] = generation["repetition_penalty"]
     else:
         options = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+    top_k = options.get("top_k")
+    if isinstance(top_k, float) and top_k.is_integer():
+        options["top_k"] = int(top_k)
     if generation.get("max_new_tokens") is not None:
         options["max_tokens"] = generation["max_new_tokens"]
 

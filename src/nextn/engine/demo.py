@@ -36,17 +36,26 @@ def demo(
     """
     if not 1 <= draft_tokens <= 8:
         raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8.")
+    if max_tokens < 1:
+        raise NextnError(f"--max-tokens is {max_tokens}.", "Give a whole number of 1 or more.")
+    if "" in (prompt or ()):
+        raise NextnError("A prompt is empty.", "Give at least one character.")
     from rich.console import Console
     from rich.text import Text
 
     from nextn import api
     from nextn.checkpoint.source import open_checkpoint
-    from nextn.engine.show import Printer
+    from nextn.engine.show import Printer, legend
     from nextn.engine.threads import fit_threads
     from nextn.inspect.examine import examine
     from nextn.inspect.report import headline
 
-    loaded = api.load(model)
+    try:
+        loaded = api.load(model)
+    except NextnError as error:
+        if "--no-mtp" in error.fix:
+            raise NextnError(error.what, "Name a checkpoint with a head; the demo compares with and without.") from None
+        raise
     fit_threads(loaded.weight_bytes)
     if loaded.tokenizer is None:
         raise NextnError(
@@ -63,8 +72,7 @@ def demo(
             f"memory, of them the head {loaded.report.head_bytes / 1e6:.1f} MB"
         )
         console.print(
-            f"\nDecoding greedily, repetition penalty {REPETITION_PENALTY}. Green: draft tokens that the model agreed "
-            "with. Red: the first that it did not. Plain: the model's own next token.\n"
+            f"\nDecoding greedily, repetition penalty {REPETITION_PENALTY}. {legend(sys.stdout)}\n", markup=False
         )
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -82,7 +90,7 @@ def demo(
                 pass
         else:
             console.print(Text(text, style="bold"), end="")
-            printer = Printer(sys.stdout, loaded.tokenizer, run.requests[0].prompt, colour_drafts=True)
+            printer = Printer(sys.stdout, loaded.tokenizer, run.requests[0].prompt, mark_drafts=True)
             for step in run:
                 printer.step(step)
             printer.end()
