@@ -64,7 +64,7 @@ def test_grouped_and_split_experts_are_one_model(tmp_path: Path) -> None:
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_5")
     rewrite(folder, lambda s: s.pop("model.layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(NextnError, match=r"lacks 1 tensors.*model\.layers\.1\.self_attn\.k_proj\.weight"):
+    with pytest.raises(NextnError, match=r"lacks 1 tensor that.*model\.layers\.1\.self_attn\.k_proj\.weight"):
         load(folder)
 
 
@@ -110,6 +110,17 @@ def test_non_finite_weights(tmp_path: Path, value: float) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_5")
     rewrite(folder, lambda s: s["mtp.norm.weight"].__setitem__(3, value))
     with pytest.raises(NextnError, match=r"mtp\.norm\.weight.*NaN or infinite"):
+        load(folder)
+
+
+def test_parts_that_are_not_there(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    (folder / "model.safetensors").rename(folder / "model.bin")
+    with pytest.raises(NextnError, match="has no readable safetensors weights"):
+        load(folder)
+    (folder / "model.bin").rename(folder / "model.safetensors")
+    (folder / "config.json").unlink()
+    with pytest.raises(NextnError, match=r"has no config\.json"):
         load(folder)
 
 

@@ -123,6 +123,10 @@ Built = TypeVar("Built", bound=Drafter)
 
 
 def _config(checkpoint: Checkpoint, head: Checkpoint, mtp: bool) -> DecoderConfig:
+    if not checkpoint.config:
+        raise NextnError(f"{checkpoint.source} has no config.json.", "Name the whole folder of a checkpoint.")
+    if not checkpoint.tensors:
+        raise NextnError(f"{checkpoint.source} has no readable safetensors weights.", "Download or export them.")
     refuse_quantised(checkpoint)
     config = decoder_config(checkpoint.config)
     if not mtp:
@@ -223,9 +227,13 @@ def check_wanted(wanted: list[Wanted], places: dict[str, Slot]) -> None:
     if missing:
         shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
         raise NextnError(
-            f"{wanted[0][0].source} lacks {len(missing)} tensors that the model needs: {shown}.",
+            f"{wanted[0][0].source} lacks {_tensors(len(missing))} that the model needs: {shown}.",
             "See `nextn inspect`; merge the missing part, or decode with `--no-mtp` if only the head is affected.",
         )
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def check_unexpected(checkpoint: Checkpoint, config: DecoderConfig, used: set[str]) -> list[str]:
@@ -245,7 +253,7 @@ def check_unexpected(checkpoint: Checkpoint, config: DecoderConfig, used: set[st
     if unknown:
         shown = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
         raise NextnError(
-            f"{checkpoint.source} holds {len(unknown)} tensors that {config.family.title} models do not have: {shown}.",
+            f"{checkpoint.source} holds {_tensors(len(unknown))} that {config.family.title} models lack: {shown}.",
             "config.json and weights do not belong together, or adapters are left in; merge or remove them.",
         )
     return skipped
