@@ -6,106 +6,56 @@ Random weights, bf16, `--context` cached positions a sequence. A *step* decodes 
 is verify, accept, extend and K - 1 draft steps, one CUDA graph each, replayed by the engine's own executor. Floors are
 bytes over the read bandwidth measured in the same process: weights of the target's forward and of each head pass once,
 recurrent states read and written once a layer and sequence, keys and values read once. Medians.
+
+Random weights accept nothing, so speed-up by accept length is measured with `Forced`, a runner of this file alone that
+overrules how many draft tokens were accepted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from geometries import GEOMETRIES, VOCAB, Geometry
+from decode_setup import CUDA, batch_of, cache_of, floor_ms, random_model
+from geometries import GEOMETRIES, Geometry
 from gpu_timing import provenance, read_gb_per_s
+from torch import Tensor
 
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
+from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.fused import FusedRunner
-from nextn.engine.graphs import GraphExecutor, bucket_of
-from nextn.engine.sampling import SamplingParams, SamplingState
-from nextn.models.config import decoder_config
-from nextn.models.decoder import Decoder
+from nextn.engine.graphs import GraphExecutor
+from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import build
 
-PAGE = 64
-TIED = {"0.8b": True, "4b": True, "9b": False}
-CUDA = torch.device("cuda")
+TARGETS = {"4b": ((1.52, 1.25), (1.50, 1.25)), "9b": ((1.30, 1.15), (1.32, 1.15)), "0.8b": ((3.2, 1.8), (2.5, 1.6))}
+"""Times floor at batch 1, (must, aim) for the step and for the round at K = 3."""
+REDUCED = 32768
+"""Ids of the reduced draft vocabulary."""
+STARTED = "seconds from weights on the GPU to the first round: "
 
 
-def config_of(g: Geometry) -> dict[str, Any]:
-    """config.json of a geometry."""
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_size": g.hidden,
-        "intermediate_size": g.inter,
-        "num_hidden_layers": g.layers,
-        "num_attention_heads": g.heads,
-        "num_key_value_heads": g.kv_heads,
-        "head_dim": g.head_dim,
-        "linear_num_key_heads": g.k_heads,
-        "linear_num_value_heads": g.v_heads,
-        "linear_key_head_dim": g.gdn_dim,
-        "linear_value_head_dim": g.gdn_dim,
-        "linear_conv_kernel_dim": 4,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": TIED[g.name],
-        "mtp_num_hidden_layers": 1,
-        "max_position_embeddings": 4096,
-    }
+class Forced(FusedRunner):
+    """Test-only: every sequence accepts exactly `accepted` draft tokens, whatever they are."""
+
+    accepted = 0
+
+    def accept_best(self, logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, accepted, broken = super().accept_best(logits, drafts)
+        return tokens, accepted.fill_(self.accepted), broken
 
 
-@torch.no_grad()
-def random_model(g: Geometry) -> Decoder:
-    """Weights that keep activations in range."""
-    model = build(decoder_config(config_of(g)), dtype=torch.bfloat16, device=CUDA)
-    for param in model.parameters():
-        if param.dim() == 2:
-            param.normal_(0, param.shape[1] ** -0.5)
-        else:
-            param.normal_(0, 0.1)
-    return model
-
-
-def batch_of(model: Decoder, cache: Cache, size: int, context: int, k: int) -> Batch:
-    """Sequences with random tokens, `context` positions of random past."""
-    pages, slots = zip(*(cache.take(context + 600) for _ in range(size)), strict=True)
-    sampling = SamplingState.build(
-        [SamplingParams(temperature=0.0)] * size, [[0]] * size, vocab_size=VOCAB, device=CUDA
-    )
-    # A batch with head states drafts; a step without the head has none.
-    states = [torch.randn(size, 1, model.config.hidden, dtype=torch.bfloat16, device=CUDA) if k else None] * 2
-    return Batch(
-        lengths=torch.full((size,), context, device=CUDA),
-        bonus=torch.randint(0, VOCAB, (size,), device=CUDA),
-        drafts=torch.randint(0, VOCAB, (size, k), device=CUDA),
-        draft_probs=None,
-        committed=torch.ones(size, dtype=torch.int64, device=CUDA),
-        table=torch.tensor(pages, device=CUDA),
-        slots=torch.tensor(slots, device=CUDA),
-        sampling=sampling,
-        bound=context,
-        head_out=states[0],
-        head_hidden=states[1],
-    )
-
-
-def floors_ms(model: Decoder, size: int, context: int, k: int, gb_per_s: float) -> float:
-    """Least time of a round at K (0: a step) by bytes."""
-    c = model.config
-    head = sum(p.numel() * p.element_size() for p in model.mtp.parameters()) if model.mtp is not None else 0
-    output = model.output_weight.numel() * 2
-    layers = sum(p.numel() * p.element_size() for p in model.layers.parameters())
-    states = 2 * c.linear_layers * c.gdn_v_heads * c.gdn_k_dim * c.gdn_v_dim * 4
-    kv = context * c.kv_heads * c.head_dim * 2 * 2
-    moved = layers + output + size * (states + c.full_layers * kv) + k * (head + output + size * kv)
-    return moved / gb_per_s / 1e6
-
-
-def measure(executor: GraphExecutor, batch: Batch, repeats: int, inner: int) -> float:
+def measure(executor: GraphExecutor, batch: Batch, repeats: int = 7, inner: int = 24) -> float:
     """Median milliseconds of a launch, rounds queued back to back as the engine queues them."""
     executor.load(batch)
     times = []
@@ -125,67 +75,156 @@ def measure(executor: GraphExecutor, batch: Batch, repeats: int, inner: int) -> 
     return statistics.median(times[1:])
 
 
+class Bench:
+    """One geometry at one batch size.
+
+    Args:
+        model, cache: random.
+        size, context: sequences and their cached positions.
+        capture_only: compile and capture, time nothing.
+    """
+
+    def __init__(self, model: Decoder, cache: Cache, size: int, context: int, *, capture_only: bool = False) -> None:
+        self.model, self.cache, self.size, self.context = model, cache, size, context
+        self.capture_only = capture_only
+
+    def time(
+        self, k: int, *, head: bool = True, draft: Drafter | None = None, forced: int | None = None, **options: Any
+    ) -> float:
+        """Milliseconds of a round at K (0: a step)."""
+        kind = FusedRunner if forced is None else Forced
+        runner = kind(self.model, draft or self.model, self.cache, longest=self.context + 600, **options)
+        if isinstance(runner, Forced):
+            assert forced is not None
+            runner.accepted = forced
+        taken = list(self.cache.free_pages), list(self.cache.free_slots)
+        executor = GraphExecutor(runner, self.cache)
+        batch = batch_of(self.model, self.cache, self.size, self.context, k, head=head)
+        if self.capture_only:
+            executor.load(batch)
+        ms = 0.0 if self.capture_only else measure(executor, batch)
+        self.cache.free_pages, self.cache.free_slots = taken
+        return ms
+
+
+def row_of(g: Geometry, bench: Bench, k: int, gb_per_s: float, *, full: bool) -> list[dict[str, Any]]:
+    """The measurements of one geometry, batch size and K: a row for the whole vocabulary, one for a reduced one."""
+    model, size, context = bench.model, bench.size, bench.context
+    step, round_ = bench.time(0), bench.time(k)
+    memory = torch.cuda.max_memory_allocated() / 1e9
+    step_floor, floor = (floor_ms(model, size, context, n, gb_per_s) for n in (0, k))
+    if bench.capture_only:
+        step = round_ = 1.0
+    row: dict[str, Any] = {
+        "geometry": g.name,
+        "batch": size,
+        "draft_tokens": k,
+        "context": context,
+        "step_ms": round(step, 4),
+        "step_floor_ms": round(step_floor, 4),
+        "step_ratio": round(step / step_floor, 3),
+        "round_ms": round(round_, 4),
+        "round_floor_ms": round(floor, 4),
+        "round_ratio": round(round_ / floor, 3),
+        "break_even_accept_length": round(round_ / step, 3),
+        "draft_vocab": None,
+        "peak_memory_gb": round(memory, 2),
+    }
+    rows = [row]
+    if full:
+        verify = bench.time(k, head=False)
+        row["head_share"] = round(1 - verify / round_, 3)
+        vocab = DraftVocab.gather(model, range(REDUCED))
+        reduced = bench.time(k, vocab=vocab)
+        less = floor_ms(model, size, context, k, gb_per_s, REDUCED)
+        rows.append(
+            {
+                **row,
+                "draft_vocab": REDUCED,
+                "round_ms": round(reduced, 4),
+                "round_floor_ms": round(less, 4),
+                "round_ratio": round(reduced / less, 3),
+                "break_even_accept_length": round(reduced / step, 3),
+                "head_share": round(1 - verify / reduced, 3) if reduced else None,
+            }
+        )
+        row["exact_step_ms"], row["exact_round_ms"] = (round(bench.time(n, exact=True), 4) for n in (0, k))
+        row["forced"] = []
+        for accepted in range(k + 1):
+            ms = bench.time(k, forced=accepted)
+            gained = {"accept_length": accepted + 1, "round_ms": round(ms, 4)}
+            row["forced"].append({**gained, "speed_up": round((accepted + 1) * step / ms, 3) if ms else None})
+        torch.cuda.reset_peak_memory_stats()
+        draft = build(model.config, dtype=torch.bfloat16, device=CUDA, kind=Drafter)
+        for mine, theirs in ((draft.embed, model.embed), (draft.head, model.head)):
+            if mine is not None and theirs is not None:
+                mine.weight.data.copy_(theirs.weight)
+        assert draft.mtp is not None
+        assert model.mtp is not None
+        draft.mtp.load_state_dict(model.mtp.state_dict())
+        separate = bench.time(k, draft=draft)
+        row["separate_draft_round_ms"] = round(separate, 4)
+        row["separate_draft_peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return rows
+
+
 @torch.inference_mode()
-def rows_of(
-    g: Geometry, batches: list[int], draft_tokens: list[int], context: int, gb_per_s: float
-) -> list[dict[str, Any]]:
+def rows_of(g: Geometry, options: argparse.Namespace, gb_per_s: float) -> list[dict[str, Any]]:
     """All measurements of one geometry."""
     model = random_model(g)
     rows = []
-    for size in batches:
-        k_most = max(draft_tokens)
-        cache = Cache(
-            model.config,
-            pages=(bucket_of(size) + 2) * (-(-(context + 700) // PAGE)),
-            page_size=PAGE,
-            sequences=size + 2,
-            rows=k_most + 1,
-            dtype=torch.bfloat16,
-            device=CUDA,
-        )
-        for pool in (cache.k, cache.v, cache.draft_k, cache.draft_v, cache.conv):
-            pool.normal_(0, 0.5)
-        cache.states.normal_(0, 0.1)
-        runner = FusedRunner(model, model, cache, longest=context + 600)
-        executor = GraphExecutor(runner, cache)
-        step = None
-        for k in (0, *draft_tokens):
-            batch = batch_of(model, cache, size, context, k)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            executor.load(batch)
-            torch.cuda.synchronize()
-            capture_s = time.perf_counter() - began
-            time_ms = measure(executor, batch, 7, 24)
-            floor = floors_ms(model, size, context, k, gb_per_s)
-            for row in range(size):
-                cache.give_back(batch.table[row].tolist(), int(batch.slots[row]))
-            if k == 0:
-                step = (time_ms, floor, capture_s)
-                continue
-            assert step is not None
-            rows.append(
-                {
-                    "geometry": g.name,
-                    "batch": size,
-                    "draft_tokens": k,
-                    "context": context,
-                    "step_ms": round(step[0], 4),
-                    "step_floor_ms": round(step[1], 4),
-                    "step_ratio": round(step[0] / step[1], 3),
-                    "round_ms": round(time_ms, 4),
-                    "round_floor_ms": round(floor, 4),
-                    "round_ratio": round(time_ms / floor, 3),
-                    "break_even_accept_length": round(time_ms / step[0], 3),
-                    "draft_vocab": None,
-                    "capture_s": round(capture_s, 2),
-                    "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-        del executor, runner, cache
+    for size in options.batch:
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        cache = cache_of(model, size, options.context, max(options.draft_tokens) + 1)
+        bench = Bench(model, cache, size, options.context, capture_only=options.capture_only)
+        for k in options.draft_tokens:
+            rows += row_of(g, bench, k, gb_per_s, full=options.full)
+            print(json.dumps(rows[-1]), flush=True)
+        del cache, bench
     return rows
+
+
+@torch.inference_mode()
+def start_up(g: Geometry, context: int) -> float:
+    """Seconds from weights on the GPU until a first round at K = 3, batch 1, has run."""
+    model = random_model(g)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    cache = cache_of(model, 1, context, 4)
+    executor = GraphExecutor(FusedRunner(model, model, cache, longest=context + 600), cache)
+    executor.load(batch_of(model, cache, 1, context, 3))
+    executor.launch()
+    executor.collect()
+    return time.perf_counter() - began
+
+
+def start_ups(name: str, context: int) -> dict[str, float]:
+    """Start-up in new processes, with an empty Triton cache and with the one that it left."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--geometry", name, "--context", str(context), "--start-up"]
+        found = {}
+        for state in ("cold", "warm"):
+            env = {**os.environ, "TRITON_CACHE_DIR": folder}
+            out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+            found[f"start_up_{state}_s"] = round(float(out.rsplit(STARTED, 1)[1]), 2)
+    return found
+
+
+def compared(ratio: float, goal: tuple[float, float] | None) -> str:
+    """A ratio beside what it must be and aims to be."""
+    return f"{ratio:.2f} x floor" + (f" (must {goal[0]:.2f}, aim {goal[1]:.2f})" if goal is not None else "")
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    known = row["batch"] == 1 and row["draft_tokens"] == 3 and row["draft_vocab"] is None
+    goals = TARGETS[row["geometry"]] if known else (None, None)
+    return (
+        f"{row['geometry']:>5} batch {row['batch']:>2} K {row['draft_tokens']} draft vocab {row['draft_vocab']}: "
+        f"step {row['step_ms']:.3f} ms, {compared(row['step_ratio'], goals[0])}; "
+        f"round {row['round_ms']:.3f} ms, {compared(row['round_ratio'], goals[1])}"
+    )
 
 
 def main() -> None:
@@ -194,22 +233,31 @@ def main() -> None:
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--draft-tokens", nargs="*", type=int, default=[3])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument(
+        "--full", action="store_true", help="also exact decoding, forced acceptance, memory, vocabulary"
+    )
+    parser.add_argument("--start-ups", action="store_true", help="also start-up in new processes, at batch 1")
+    parser.add_argument("--capture-only", action="store_true", help="compile and capture, time nothing")
+    parser.add_argument("--start-up", action="store_true", help="print the start-up of one geometry and nothing else")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    gb_per_s = read_gb_per_s()
-    rows = []
+    if options.start_up:
+        print(STARTED, start_up(GEOMETRIES[options.geometry[0]], options.context))
+        return
+    gb_per_s = 1.0 if options.capture_only else read_gb_per_s()
+    rows: list[dict[str, Any]] = []
+    starts: dict[str, dict[str, float]] = {}
     for name in options.geometry:
-        torch.cuda.reset_peak_memory_stats()
-        rows += rows_of(GEOMETRIES[name], options.batch, options.draft_tokens, options.context, gb_per_s)
+        rows += rows_of(GEOMETRIES[name], options, gb_per_s)
         torch.cuda.empty_cache()
-        result = {**provenance(), "read_gb_per_s": round(gb_per_s, 1), "rows": rows}
-        if options.out is not None:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        if options.start_ups:
+            starts[name] = start_ups(name, options.context)
+        record = {**provenance(), "read_gb_per_s": round(gb_per_s, 1), "start_up": starts}
+        record["forced_by"] = "Forced.accept_best of benchmarks/decode.py, a test-only switch"
+        if options.out is not None and not options.capture_only:
+            options.out.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
     for row in rows:
-        print(
-            f"{row['geometry']:>5} batch {row['batch']:>2} K {row['draft_tokens']}: step {row['step_ms']:.3f} ms "
-            f"({row['step_ratio']:.2f} x floor), round {row['round_ms']:.3f} ms ({row['round_ratio']:.2f} x floor)"
-        )
+        print(line(row))
 
 
 if __name__ == "__main__":

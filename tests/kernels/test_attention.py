@@ -119,6 +119,8 @@ def test_the_number_of_programs_fills_the_card_and_leaves_none_without_a_tile(
     batch: int, kv_heads: int, positions: int, keys: int
 ) -> None:
     parts = attention_triton.parts_for(batch, kv_heads, positions, keys)
+    batch = 1 << (batch - 1).bit_length()
+    assert parts == attention_triton.parts_for(batch, kv_heads, positions, keys)
     assert 1 <= parts <= 64
     assert (parts - 1) * keys < positions
     assert (parts - 1) * batch * kv_heads < attention_triton.PROGRAMS
