@@ -93,11 +93,14 @@ def test_a_run_goes_on_with_another_number_of_processes(root: Path, tied: Path) 
 
 def test_every_parameter_is_sharded(root: Path, model: Path) -> None:
     """Each of two processes holds half of each matrix; outside a step nothing is whole, inside only what is used."""
-    begun = start(config(root, model, "none"), torch.device("cpu"))
-    sizes = {name: p.numel() for name, p in begun.model.named_parameters()}
+    alone = start(config(root, model, "none"), Processes(0, 1, torch.device("cpu"))).model
+    sizes = {name: p.numel() for name, p in alone.named_parameters()}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        shard(begun.model, begun.unroll, Processes(0, 2, torch.device("cpu")))
+        pair = Processes(0, 2, torch.device("cpu"))
+        begun = start(config(root, model, "none"), pair)
+        shard(begun.model, begun.unroll, pair)
+        assert {name for name, _ in begun.model.named_parameters()} == set(sizes)
         for name, parameter in begun.model.named_parameters():
             assert isinstance(parameter, DTensor), name
             assert parameter.to_local().numel() == -(-parameter.shape[0] // 2) * (sizes[name] // parameter.shape[0])

@@ -17,10 +17,12 @@ from nextn.models.load import load_decoder
 from nextn.train import step as step_module
 from nextn.train.config import load_config
 from nextn.train.losses import chain_loss
+from nextn.train.processes import Processes
 from nextn.train.start import require_frozen, start
 from tests.train import runs
 
 CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def test_scratch_is_the_same_for_a_seed(tmp_path: Path, bare: Path) -> None:
 
 
 def test_a_head_in_float32_keeps_its_precision_beside_a_bfloat16_target(tmp_path: Path, hybrid: Path) -> None:
-    begun = start(runs.config(tmp_path, hybrid, target_dtype="bfloat16"), CPU)
+    begun = start(runs.config(tmp_path, hybrid, target_dtype="bfloat16"), ALONE)
     assert begun.model.embed.weight.dtype == torch.bfloat16
     assert torch.equal(begun.initial["mtp.fusions.0.fuse.weight"], head_of(hybrid)["mtp.fc.weight"])
 
@@ -226,7 +228,7 @@ def test_refuses_a_loss_without_slope(tmp_path: Path, hybrid: Path) -> None:
 
 
 def test_refuses_a_target_that_would_change(tmp_path: Path, hybrid: Path) -> None:
-    begun = start(runs.config(tmp_path, hybrid), CPU)
+    begun = start(runs.config(tmp_path, hybrid), ALONE)
     begun.model.embed.weight.requires_grad_(True)
     with pytest.raises(NextnError, match=r"embed\.weight is not frozen"):
         require_frozen(begun.model, begun.unroll)

@@ -136,6 +136,9 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
             figures = facts[name]
             shown = " ".join(f"{a:.3f}" for a in figures["acceptance"])
             print(f"accept length {name}: {figures['accept_length']:.3f} ({shown})")
+    before, after = facts["before"], facts["after"]
+    if before and after and after["accept_length"] < before["accept_length"]:
+        print("The trained head is accepted less than the one it started from: lower lr, or give more and closer data.")
     print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
 
 

@@ -1,7 +1,8 @@
 """Spread target and head over processes with FSDP2, from outside: no forward knows about it.
 
-The target is sharded layer by layer. Its embedding, final norm and output head form the root's group: drafting uses
-them outside the root's forward, so that they are gathered explicitly (`gathered`). The head is a group of its own.
+The target is sharded layer by layer, as it is loaded (`load_target`). Its embedding, final norm and output head form
+the root's group: drafting uses them outside the root's forward, so that they are gathered explicitly (`gathered`). The
+head is a group of its own.
 """
 
 from __future__ import annotations
@@ -9,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from nextn.models.decoder import Decoder, Drafter
+from nextn.models.decoder import Drafter
 from nextn.train.processes import Processes
 from nextn.train.unroll import HeadUnroll
 
 
+def mesh_of(processes: Processes) -> DeviceMesh:
+    """All processes in one dimension."""
+    return init_device_mesh(processes.device.type, (processes.world,))
+
+
 def shard(model: Drafter, unroll: HeadUnroll, processes: Processes) -> None:
-    """Shard in place where there is more than one process."""
+    """Shard in place what is whole, where there is more than one process; layers are sharded as they are loaded."""
     if processes.world == 1:
         return
-    mesh = init_device_mesh(processes.device.type, (processes.world,))
+    mesh = mesh_of(processes)
     head = set(unroll.parameters())
-    if isinstance(model, Decoder):
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params=head)
     fully_shard(unroll, mesh=mesh)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nextn.assets import embedded_model
 from nextn.checkpoint.download import local_folder
@@ -23,18 +24,16 @@ from nextn.models.layout import head_keys, target_keys
 from nextn.models.load import (
     LoadReport,
     Progress,
-    build,
     check_wanted,
     count_head_layers,
     default_dtype,
     fill_slots,
-    load_decoder,
-    load_drafter,
-    refuse_quantised,
 )
 from nextn.models.mtp import MTPHead
 from nextn.models.slots import slots
 from nextn.train.config import TrainConfig
+from nextn.train.load_target import load_target
+from nextn.train.processes import Processes
 from nextn.train.unroll import HeadUnroll, head_unroll, require_layers
 
 DTYPES = {
@@ -76,7 +75,7 @@ def target_dtype(config: TrainConfig, checkpoint: Checkpoint, device: torch.devi
     return default_dtype(checkpoint, device)
 
 
-def start(config: TrainConfig, device: torch.device, *, layers: bool = True, progress: Progress | None = None) -> Start:
+def start(config: TrainConfig, processes: Processes, *, layers: bool = True, progress: Progress | None = None) -> Start:
     """Load the target and make its head ready.
 
     Args:
@@ -86,22 +85,14 @@ def start(config: TrainConfig, device: torch.device, *, layers: bool = True, pro
             head has layers for.
     """
     checkpoint = open_target(config)
-    dtype = target_dtype(config, checkpoint, device)
+    dtype = target_dtype(config, checkpoint, processes.device)
     source = _head_source(config, checkpoint)
-    model: Drafter
-    if source is not None and layers:
-        model, _ = load_decoder(checkpoint, dtype=dtype, device=device, head=source, progress=progress)
-    elif source is not None:
-        model, _ = load_drafter(checkpoint, dtype=dtype, device=device, head=source, progress=progress)
-    else:
-        model = _without_head(checkpoint, dtype, device, layers, progress)
-    high = torch.float64 if dtype == torch.float64 else torch.float32
-    assert model.mtp is not None
-    model.mtp.to(high)
+    model = load_target(checkpoint, dtype, processes, layers=layers, progress=progress)
+    _attach_head(model, source, torch.float64 if dtype == torch.float64 else torch.float32, processes.device)
     unroll = head_unroll(model)
     if source is not None:
-        # Once more, past the target's dtype: a head stored in float32 beside a bfloat16 target keeps its precision.
         wanted = [(source, name, key) for name, key in head_keys(model.config, source.config, source.tensors)]
+        check_wanted(wanted, slots(unroll))
         fill_slots(wanted, slots(unroll), LoadReport())
     else:
         initialise(unroll.mtp, model.config, _final_norm(checkpoint, model.config), _spread(checkpoint), config.seed)
@@ -120,34 +111,24 @@ def _head_source(config: TrainConfig, checkpoint: Checkpoint) -> Checkpoint | No
     """Where the head's weights come from; None: from scratch."""
     if config.init == "scratch":
         return None
-    if config.init != "native":
-        return open_checkpoint(local_folder(config.init))
-    if not count_head_layers(checkpoint, decoder_config(checkpoint.config)):
+    native = config.init == "native"
+    source = checkpoint if native else open_checkpoint(local_folder(config.init))
+    if not count_head_layers(source, decoder_config(checkpoint.config)):
         raise NextnError(
-            f"{checkpoint.source} has no MTP head, so there is none to start from.",
+            f"{source.source} has no MTP head{', so there is none to start from' if native else ''}.",
             "Use init=scratch, or init=FOLDER with a head of a model of this size.",
         )
-    return checkpoint
+    return source
 
 
-def _without_head(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, layers: bool, progress: Progress | None
-) -> Drafter:
-    """The target with an uninitialised head of one layer."""
-    if layers:
-        model: Drafter = load_decoder(checkpoint, dtype=dtype, device=device, mtp=False, progress=progress)[0]
-    else:
-        refuse_quantised(checkpoint)
-        bare = replace(decoder_config(checkpoint.config), head_layers=0)
-        model = build(bare, dtype=dtype, device=device, kind=Drafter)
-        pairs = target_keys(bare, checkpoint.config, checkpoint.tensors)
-        wanted = [(checkpoint, name, key) for name, key in pairs if name in ("embed.weight", "head.weight")]
-        check_wanted(wanted, slots(model))
-        fill_slots(wanted, slots(model), LoadReport(), progress)
-    config = model.config = replace(model.config, head_layers=1)
-    with torch.device(device):
-        model.mtp = MTPHead(config, lambda i: DecoderLayer(config, "full", i, config.head_sparse))
-    return model
+def _attach_head(model: Drafter, source: Checkpoint | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the target an uninitialised head with as many layers as `source` holds; one from scratch."""
+    reused = source is None or model.config.family.physical_layers == "reuse"
+    count = 1 if reused or source is None else count_head_layers(source, model.config)
+    config = model.config = replace(model.config, head_layers=count)
+    with device:
+        head = MTPHead(config, lambda i: DecoderLayer(config, "full", i, config.head_sparse))
+    model.mtp = head.to(dtype)
 
 
 def _spread(checkpoint: Checkpoint) -> float:
@@ -196,13 +177,19 @@ def initialise(head: MTPHead, config: DecoderConfig, final_norm: Tensor, spread:
 def require_frozen(model: nn.Module, unroll: HeadUnroll) -> None:
     """Raises NextnError where training would change a parameter of the target."""
     head = {id(p) for p in unroll.parameters()}
-    stores = {p.untyped_storage().data_ptr() for p in unroll.parameters() if p.numel()}
+    stores = {_memory(p) for p in unroll.parameters() if p.numel()}
     for name, parameter in model.named_parameters():
         if id(parameter) in head:
             continue
-        shared = parameter.untyped_storage().data_ptr() in stores
+        shared = _memory(parameter) in stores
         if parameter.requires_grad or shared:
             why = "shares its memory with the head" if shared else "is not frozen"
             raise NextnError(
                 f"Training would change the target: {name} {why}.", "The target must stay as it is; load it anew."
             )
+
+
+def _memory(parameter: Tensor) -> int:
+    """Address of the memory that a parameter, or this process's share of it, lies in."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.untyped_storage().data_ptr()

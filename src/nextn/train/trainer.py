@@ -87,7 +87,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.output / "checkpoints", processes)
         reader = make_reader(config, open_target(config)) if config.data or config.eval else None
         layers = config.cache is None or config.eval is not None
-        self.begun: Start = start(config, processes.device, layers=layers, progress=progress)
+        self.begun: Start = start(config, processes, layers=layers, progress=progress)
         model = self.begun.model
         self.source = self._source(model, reader)
         self.held_out: list[PackedBatch] = []
