@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import FixedLength
@@ -14,6 +16,7 @@ from nextn.engine.executor import EagerExecutor
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Running
 from nextn.engine.runner import PlainRunner
+from nextn.engine.sampling import SamplingState, process
 from nextn.engine.scheduler import Scheduler
 from nextn.errors import NextnError
 from tests.engine.traces import tiny
@@ -223,3 +226,48 @@ def test_log_probabilities_come_with_their_tokens() -> None:
         for p, e in zip(found[i].logprobs, expected, strict=True):
             assert p.logprob == pytest.approx(e.logprob, abs=1e-9)
             assert [t for t, _ in p.top] == [t for t, _ in e.top]
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from((0.0, 0.7, 1.2)),
+        "top_k": st.sampled_from((0, 3)),
+        "top_p": st.sampled_from((1.0, 0.8)),
+        "repetition_penalty": st.sampled_from((1.0, 1.4)),
+        "presence_penalty": st.sampled_from((0.0, 0.6)),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-3, 3), max_size=3),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        "min_tokens": st.integers(0, 4),
+        "seed": st.just(1),
+    }
+)
+
+
+@given(groups=st.lists(st.lists(OPTIONS, min_size=1, max_size=3), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_joined_sampling_states_are_those_built_together(groups: list[list[dict[str, Any]]], seed: int) -> None:
+    """Bias, stops, counts and prompts of different widths: the probabilities of every request stay, to the last bit."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def state(options: list[dict[str, Any]], first: int) -> SamplingState:
+        params = [SamplingParams(**o) for o in options]
+        prompts = [[(first + i) % VOCAB, 3] for i in range(len(params))]
+        stops = [p.stop_ids(()) for p in params]
+        built = SamplingState.build(params, prompts, vocab_size=VOCAB, stop_ids=stops)
+        made = torch.tensor([[(7 * first + i) % VOCAB, 2] for i in range(len(params))])
+        built.commit(made, torch.tensor([1 + (first + i) % 2 for i in range(len(params))]))
+        return built
+
+    firsts = [sum(map(len, groups[:i])) for i in range(len(groups))]
+    joined = SamplingState.join([state(g, f) for g, f in zip(groups, firsts, strict=True)])
+    flat = [o for g in groups for o in g]
+    together = SamplingState.build(
+        [SamplingParams(**o) for o in flat],
+        [[i % VOCAB, 3] for i in range(len(flat))],
+        vocab_size=VOCAB,
+        stop_ids=[SamplingParams(**o).stop_ids(()) for o in flat],
+    )
+    rows = [(7 * f + i, f + i) for g, f in zip(groups, firsts, strict=True) for i in range(len(g))]
+    together.commit(torch.tensor([[m % VOCAB, 2] for m, _ in rows]), torch.tensor([1 + n % 2 for _, n in rows]))
+    logits = torch.randn(len(flat), 2, VOCAB, generator=generator, dtype=torch.float64)
+    drafts = torch.randint(0, VOCAB, (len(flat), 1), generator=generator)
+    assert torch.equal(process(logits, joined, drafts), process(logits, together, drafts))
