@@ -108,7 +108,7 @@ def test_an_engine_version_changes_its_verdict_alone(tmp_path: Path, capsys: pyt
         ("llamacpp==b10742", True, "fails"),
         ("llamacpp==b10744", True, "works"),
         ("transformers==5.13", False, "unsupported"),
-        ("sglang==0.5.15", True, "fails"),
+        ("sglang==0.5.15", True, "works"),
         ("sglang==0.5.16", True, "works"),
     ],
 )
@@ -274,7 +274,8 @@ def test_the_trunk_shard_alone_has_no_head(tmp_path: Path, capsys: pytest.Captur
     root = cases.report_01(False).write(tmp_path)
     code, got = answer(capsys, str(root / TRUNK_SHARD))
     assert code == 1
-    assert [f["code"] for f in got["findings"]] == ["head-missing"]
+    assert [f["code"] for f in got["findings"]] == ["head-missing", "one-file"]
+    assert got["findings"][1]["command"] == f"nextn inspect {root}"
 
 
 def test_names_from_files_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

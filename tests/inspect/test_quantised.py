@@ -22,7 +22,7 @@ def test_a_list_that_divides_a_fused_module(tmp_path: Path) -> None:
     listed = [m for m in LINEARS if not m.endswith("v_proj")]
     report = ask(small(**compressed(listed)), tmp_path)
     assert codes(report)["quant-fused-split"] == "error"
-    assert set(tensors(report, "quant-fused-split")) == set(ATTENTION[:3])
+    assert set(tensors(report, "quant-fused-split")) == {f"{m}.weight" for m in ATTENTION[:3]}
     assert tensors(report, "quant-unlisted") == ("mtp.layers.0.self_attn.v_proj.weight",)
     assert report.engines["sglang"].verdict == report.engines["vllm"].verdict == "fails"
 
@@ -77,7 +77,9 @@ def test_two_declarations_that_disagree(tmp_path: Path) -> None:
     folder.extra["hf_quant_config.json"] = modelopt(["mtp.layers.0*"])
     report = ask(folder, tmp_path)
     assert codes(report) == {"quant-config-conflict": "warning"}
-    assert tensors(report, "quant-config-conflict") == ("mtp.fc",)
+    assert tensors(report, "quant-config-conflict") == ("mtp.fc.weight",)
+    conflict = next(f for f in report.findings if f.code == "quant-config-conflict")
+    assert conflict.command == f"rm {tmp_path}/hf_quant_config.json"
     folder.extra["hf_quant_config.json"] = modelopt(["mtp*"])
     assert codes(ask(folder, tmp_path)) == {}
     folder.extra["hf_quant_config.json"]["quantization"]["quant_algo"] = "FP8"
@@ -90,7 +92,17 @@ def test_an_entry_of_the_target_under_another_prefix(tmp_path: Path) -> None:
     folder.config["quantization_config"] = compressed(["re:.*mtp.*", "model.layers.0.linear_attn.in_proj_a"])
     report = ask(folder, tmp_path)
     assert set(codes(report)) == {"prefix-mismatch"}
-    assert tensors(report, "prefix-mismatch") == ("model.layers.0.linear_attn.in_proj_a",)
+    assert tensors(report, "prefix-mismatch") == tuple(trunk)
+    fix = report.findings[0].fix
+    assert '{"model.layers.0.linear_attn.in_proj_a": "model.language_model.layers.0.linear_attn.in_proj_a"}' in fix
+    assert {report.engines[e].verdict for e in ("sglang", "vllm")} == {"fails"}, "bf16 does not fit packed FP4"
+    folder.config["quantization_config"] = {
+        "quant_method": "fp8",
+        "modules_to_not_convert": [*LINEARS, "model.layers.0.linear_attn.in_proj_a"],
+    }
+    report = ask(folder, tmp_path)
+    assert codes(report) == {"prefix-mismatch": "warning"}
+    assert {report.engines[e].verdict for e in ("sglang", "vllm")} == {"degraded"}, "bf16 is cast to FP8"
     folder.config["quantization_config"] = compressed(["re:.*mtp.*", trunk[0].removesuffix(".weight")])
     assert codes(ask(folder, tmp_path)) == {}
 
@@ -106,7 +118,8 @@ def test_an_entry_of_the_head_under_another_prefix(tmp_path: Path) -> None:
 def test_a_pattern_that_cannot_be_evaluated(tmp_path: Path) -> None:
     report = ask(small(**compressed(["re:.*mtp.*", "re:(a+)+$", "re:["])), tmp_path)
     assert codes(report) == {"quant-rule-invalid": "warning"}
-    assert tensors(report, "quant-rule-invalid") == ("re:(a+)+$", "re:[")
+    assert tensors(report, "quant-rule-invalid") == ()
+    assert '["re:(a+)+$", "re:["]' in report.findings[0].fix
 
 
 def test_a_name_that_only_the_engine_uses(tmp_path: Path) -> None:
@@ -114,9 +127,11 @@ def test_a_name_that_only_the_engine_uses(tmp_path: Path) -> None:
     folder = checkpoint(qwen3_next(4))
     folder.config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*mtp.*": {}}}
     report = ask(folder, tmp_path)
-    assert codes(report) == {"quant-runtime-name": "info"}
+    assert codes(report) == {"quant-runtime-name": "error"}
     assert report.engines["sglang"].reasons == ("quant-runtime-name",)
+    assert report.engines["sglang"].verdict == "fails"
     assert report.engines["vllm"].verdict == "works"
+    assert report.findings[0].command == report.engines["vllm"].command, "no list can tell the head from layer 0"
 
 
 @given(listed=st.sets(st.sampled_from(LINEARS)))

@@ -217,7 +217,9 @@ def open_repo(
         return _open_remote_gguf(hub, file, progress)
     if not weights and file is None and "config.json" not in hub.sizes:
         raise NextnError(f"{repo} holds neither config.json nor weights.", "Name the repository of a language model.")
-    return _open_remote_safetensors(hub, weights if file is None else [file], file is None, progress)
+    opened = _open_remote_safetensors(hub, weights if file is None else [file], file is None, progress)
+    opened.beside = tuple(name for name in weights if name != file) if file is not None else ()
+    return opened
 
 
 def _open_remote_safetensors(hub: Hub, files: list[str], whole: bool, progress: Progress | None) -> Checkpoint:

@@ -111,7 +111,9 @@ def open_file(path: Path) -> Checkpoint:
     config_path = path.parent / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     headers = {path.name: read_header(path, path.name)}
-    return assemble(str(path), path.parent, config, headers, files=(path.name,), index=None, unreadable={})
+    opened = assemble(str(path), path.parent, config, headers, files=(path.name,), index=None, unreadable={})
+    opened.beside = tuple(name for name in _weight_files(path.parent, "safetensors")[0] if name != path.name)
+    return opened
 
 
 def open_gguf(path: Path, source: str) -> Checkpoint:

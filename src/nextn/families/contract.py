@@ -119,6 +119,8 @@ class Family:
         architectures, model_types: what config.json may say; nested ``text_config`` values included.
         layer_count: dotted config paths that declare how many head layers there are; the first present wins.
         default_layers: layers that the family ships when nothing is declared; None if it then ships none.
+        declares_count: whether published configs declare the count; where not, silence is no defect.
+        spare_layers: how many layers more than there are published configs declare.
         head: the head's tensors; their keys all start with ``model.``, or none does.
         prefixes: prefixes that exporters are known to put before the head's keys (see `join`); "" always comes first.
         fuse: ``concat`` of embedding and hidden through one matrix, or ``sum`` of two projections.
@@ -151,6 +153,8 @@ class Family:
     layer_count: tuple[str, ...]
     default_layers: int | None
     head: tuple[TensorSpec, ...]
+    declares_count: bool = True
+    spare_layers: int = 0
     prefixes: tuple[str, ...] = ("",)
     fuse: Literal["concat", "sum"] = "concat"
     order: Literal["embed_first", "hidden_first"] = "embed_first"

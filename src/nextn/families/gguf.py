@@ -8,7 +8,8 @@ bailingmoe2 as of 0.19; the other architectures follow what later llama.cpp rele
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,7 +18,8 @@ from nextn.errors import NextnError
 from nextn.families.contract import Family, TensorSpec
 from nextn.families.geometry import COUNT_LIMIT, COUNTS, LIMIT, Sizes, whole
 
-BLOCK, LAYER = "mtp.{i}.block", "blk.{n}"
+LAYER = "blk.{n}"
+HEAD_BLOCK = re.compile(r"blk\.(\d{1,6})\.nextn\.")
 
 ARCHITECTURES: dict[str, tuple[str, str]] = {
     "qwen3next": ("qwen3_next", "gated"),
@@ -34,8 +36,12 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "hy-v3": ("hy_v3", "gqa"),
     "mimo2": ("mimo_v2_flash", "gqa"),
     "step35": ("step3p5", "gqa"),
+    "deepseek4": ("deepseek_v4", "free"),
+    "nemotron_h": ("nemotron_h", "free"),
+    "nemotron_h_moe": ("nemotron_h", "free"),
 }
-"""llama.cpp architecture -> (family, kind of attention), for those that run a head."""
+"""llama.cpp architecture -> (family, kind of attention), for those that run a head. Of ``free`` ones only the fusion
+is known."""
 
 KEPT_ONLY = frozenset({"exaone-moe"})
 """Architectures whose converter keeps the head though no graph runs it."""
@@ -157,6 +163,25 @@ def feed_forward(kind: str) -> tuple[TensorSpec, ...]:
     )
 
 
+def free() -> tuple[TensorSpec, ...]:
+    """Everything that a block may hold, none of it required, of any shape."""
+    matrices = (
+        "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b", "ffn_gate",
+        "ffn_up", "ffn_down", "ffn_gate_inp", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp",
+    )  # fmt: skip
+    vectors = (
+        "attn_norm", "post_attention_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "attn_q_a_norm", "attn_kv_a_norm",
+        "attn_sinks",
+    )  # fmt: skip
+    stacked = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    return (
+        *(spec(f"block.{m}.weight", f"{m}.weight", "?", "?", optional=True) for m in matrices),
+        *(spec(f"block.{v}.weight", f"{v}.weight", "?", optional=True) for v in vectors),
+        *(spec(f"block.{s}.weight", f"{s}.weight", "?", "?", "?", optional=True) for s in stacked),
+        spec("block.router_bias", "exp_probs_b.bias", "?", optional=True),
+    )
+
+
 def norms(kind: str) -> tuple[TensorSpec, ...]:
     """The block's norms; the second is called ``post_attention_norm`` by some architectures, ``ffn_norm`` by others."""
     first = spec("block.input_norm.weight", "attn_norm.weight", "hidden")
@@ -184,11 +209,13 @@ def gguf_family(architecture: str) -> Family | None:
         model_types=(),
         layer_count=(f"{architecture}.nextn_predict_layers",),
         default_layers=None,
-        head=(*fusion(), *norms(kind), *attention(kind), *feed_forward(kind)),
+        head=(*fusion(), *(free() if kind == "free" else (*norms(kind), *attention(kind), *feed_forward(kind)))),
         block="as the family's, in llama.cpp's names",
         ships_copies=True,
         confidence="full" if kind == "gated" else "partial",
-        note="" if kind == "gated" else "Sizes of attention are not pinned: metadata may give them a layer.",
+        note={"gated": "", "free": "Of this architecture only the fusion's tensors are pinned."}.get(
+            kind, "Sizes of attention are not pinned: metadata may give them a layer."
+        ),
         source="gguf/constants.py",
     )
 
@@ -200,9 +227,11 @@ def gguf_declared(metadata: Mapping[str, Any]) -> tuple[int | None, str | None]:
     return (None, None) if value is None else (whole(value, path, 4096), path)
 
 
-def gguf_geometry(metadata: Mapping[str, Any]) -> Sizes:
+def gguf_geometry(metadata: Mapping[str, Any], tensors: Iterable[str] = ()) -> Sizes:
     """Dimensions and flags of a GGUF; ``layers`` counts the target's layers, without the head's.
 
+    Args:
+        tensors: their names, which say where the head begins if the metadata does not.
     Raises:
         NextnError: the declared count of head layers cannot be.
     """
@@ -225,7 +254,8 @@ def gguf_geometry(metadata: Mapping[str, Any]) -> Sizes:
     blocks = metadata.get(f"{architecture}.block_count")
     heads = gguf_declared(metadata)[0] or 0
     if isinstance(blocks, int) and not isinstance(blocks, bool) and heads <= blocks <= COUNT_LIMIT:
-        dims["layers"] = blocks - heads
+        found = [int(match[1]) for name in tensors if (match := HEAD_BLOCK.match(name))] if not heads else []
+        dims["layers"] = min(found, default=blocks - heads)
     if "kv_heads" not in dims and "heads" in dims:
         dims["kv_heads"] = dims["heads"]
     if "head_dim" not in dims and dims.get("heads") and "hidden" in dims:

@@ -70,6 +70,7 @@ HY_V4 = Family(
     model_types=("hy_v4", "hy_v4_vl", "hy_v4_vl_text"),
     layer_count=COUNT,
     default_layers=None,
+    spare_layers=1,
     head=v4_head(),
     prefixes=("", "model.language_model."),
     zero_embed_at_start=True,

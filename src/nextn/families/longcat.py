@@ -34,6 +34,7 @@ LONGCAT_FLASH = Family(
     model_types=("longcat_flash",),
     layer_count=("num_nextn_predict_layers",),
     default_layers=1,
+    declares_count=False,
     head=head(),
     block="latent attention, dense MLP",
     ships_copies=True,

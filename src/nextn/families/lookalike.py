@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 ROOT = re.compile(r"mtp(_\w+)?|nextn(_\w+)?|medusa(_\w+)?|eagle(_\w+)?|draft(_\w+)?|hydra(_\w+)?|multi_token\w*")
 """A module of this name is the root of a head."""
@@ -28,3 +28,16 @@ def looks_like_head(keys: Iterable[str]) -> list[str]:
                 groups[".".join(parts[:at])] = None
                 break
     return list(groups)
+
+
+def keys_like_head(keys: Iterable[str]) -> tuple[str, ...]:
+    """The keys inside the groups of `looks_like_head`, in order; of a key's parts the first 64 count."""
+    listed = list(keys)
+    groups = set(looks_like_head(listed))
+    return tuple(key for key in listed if not groups.isdisjoint(_leading(key)))
+
+
+def _leading(key: str) -> Iterator[str]:
+    """A key's leading parts and the key: ``a.b.c`` -> ``a``, ``a.b``, ``a.b.c``."""
+    parts = key.split(".", 64)
+    return (".".join(parts[: at + 1]) for at in range(min(len(parts), 64)))

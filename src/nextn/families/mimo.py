@@ -81,6 +81,7 @@ def v2(name: str, title: str, architectures: tuple[str, ...], model_types: tuple
         model_types=model_types,
         layer_count=COUNT,
         default_layers=3,
+        declares_count=False,
         head=v2_head(fused=fused),
         target_hidden="pre_norm",
         recycle="pre_norm",

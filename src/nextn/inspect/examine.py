@@ -10,9 +10,8 @@ from nextn.checkpoint.source import Checkpoint
 from nextn.inspect.case import Case
 from nextn.inspect.engines.verdict import Verdict, judge
 from nextn.inspect.engines.versions import ENGINES
-from nextn.inspect.facts import Facts, gather
+from nextn.inspect.facts import Facts, architecture, gather
 from nextn.inspect.findings import RANK, Finding
-from nextn.inspect.gguf import architecture
 from nextn.inspect.quant.read import read_schemes
 from nextn.inspect.rules import engine as engine_rules
 from nextn.inspect.rules import files, head, quantised
@@ -70,6 +69,7 @@ class Report:
                     "severity": f.severity,
                     "message": f.message,
                     "fix": f.fix,
+                    "command": f.command,
                     "tensors": list(f.tensors),
                 }
                 for f in self.findings

@@ -8,17 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from nextn.checkpoint.source import Checkpoint
+from nextn.checkpoint.source import INDEX_NAME, Checkpoint
 from nextn.checkpoint.tensors import TensorInfo
 from nextn.errors import NextnError
 from nextn.families.contract import Dims, Family, TensorSpec, join
+from nextn.families.gguf import gguf_declared, gguf_family, gguf_geometry
+from nextn.families.lookalike import keys_like_head
 from nextn.families.registry import declared_layers, family_geometry, find_family
-from nextn.inspect import gguf
 from nextn.inspect.quant.stored import CACHE_PARTS, SCALE_PARTS, WEIGHT_PARTS, form, split_key
 
-LOOKS_LIKE_HEAD = re.compile(
-    r"(^|[._])(mtp|nextn|mtp_layers|mtp_block|eh_proj|enorm|hnorm|pre_fc_norm_hidden|medusa_head|eagle)([._]|$)"
-)
 OTHER_DRAFTER = re.compile(r"(^|\.)(mtp|nextn)\b.*\.?(main_proj|markov_head|confidence_head|d2t|t2d)(\.|$)")
 """Modules of drafters that some checkpoints keep under ``mtp.``: they are not MTP heads in any family."""
 
@@ -63,6 +61,7 @@ class Facts:
         head: logical tensors found, by canonical name.
         expected: canonical name -> (checkpoint key, shape); without optional tensors.
         missing: checkpoint keys of expected tensors that no header lists.
+        lost: checkpoint keys of whole head layers that the config declares and no header lists.
         unsure: the same for families whose layout is not pinned, where absence alone proves nothing.
         unexpected: keys under the head's names that the contract does not know.
         foreign: keys under the head's names that belong to another drafter.
@@ -90,6 +89,7 @@ class Facts:
     prefix: str
     stacked: bool | None
     unsure: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     alone: bool = False
 
     @property
@@ -101,7 +101,9 @@ class Facts:
 
     @property
     def complete(self) -> bool:
-        return bool(self.head) and not self.missing and not self.foreign
+        """Every tensor is there; where each draft step has a layer of its own, every declared layer too."""
+        whole = bool(self.head) and not self.missing and not self.foreign
+        return whole and not (self.lost and self.family is not None and self.family.physical_layers != "reuse")
 
     @cached_property
     def found(self) -> int:
@@ -117,10 +119,21 @@ class Facts:
 
     @cached_property
     def missing_by_index(self) -> tuple[str, ...]:
-        """Missing head keys that the index places in files that are not there."""
-        index, absent = self.checkpoint.index or {}, set(self.checkpoint.absent_files)
-        keys = {split_key(k)[0] for k, f in index.items() if f in absent}
+        """Missing head keys that the index places in files that are not there or cannot be read."""
+        index, unseen = self.checkpoint.index or {}, self.unseen_files
+        keys = {split_key(k)[0] for k, f in index.items() if f in unseen}
         return tuple(k for k in self.missing if split_key(k)[0] in keys)
+
+    @cached_property
+    def unseen_files(self) -> frozenset[str]:
+        """Weight files that should be there and of which nothing is known: absent or unreadable."""
+        return frozenset(self.checkpoint.absent_files) | (frozenset(self.checkpoint.unreadable) - {INDEX_NAME})
+
+    @property
+    def in_the_dark(self) -> bool:
+        """Whether what is missing may be in files of which nothing is known, or there are no weights at all."""
+        listed = set((self.checkpoint.index or {}).values())
+        return not self.checkpoint.files or bool(self.unseen_files - listed)
 
 
 def gather(checkpoint: Checkpoint) -> Facts:
@@ -129,13 +142,18 @@ def gather(checkpoint: Checkpoint) -> Facts:
     Raises:
         NextnError: the config holds values that cannot be.
     """
-    family = gguf.family_of(checkpoint) if checkpoint.kind == "gguf" else find_family(checkpoint.config)
+    is_gguf = checkpoint.kind == "gguf"
+    family = gguf_family(architecture(checkpoint)) if is_gguf else find_family(checkpoint.config)
     if family is None:
-        lookalikes = tuple(k for k in checkpoint.tensors if LOOKS_LIKE_HEAD.search(k))
+        lookalikes = keys_like_head(checkpoint.tensors)
         return Facts(checkpoint, None, {}, None, None, {}, {}, (), (), (), (), (), lookalikes, "", None)
-    if checkpoint.kind == "gguf":
-        dims = gguf.dimensions(checkpoint)
-        declared, by = gguf.declared(checkpoint)
+    dims: dict[str, int]
+    if is_gguf:
+        dims = gguf_geometry(checkpoint.gguf, checkpoint.tensors)
+        declared, by = gguf_declared(checkpoint.gguf)
+        embedding = checkpoint.tensors.get("token_embd.weight")
+        if embedding is not None and len(embedding.shape) == 2:
+            dims.setdefault("vocab", embedding.shape[0])
     else:
         dims = family_geometry(family, checkpoint.config)
         declared, by = declared_layers(family, checkpoint.config)
@@ -195,6 +213,7 @@ def gather(checkpoint: Checkpoint) -> Facts:
     expected = _expected(family, dims, count, stacked=bool(stacked), prefix=prefix)
     missing = tuple(key for name, (key, _) in expected.items() if name not in head)
     pinned = family.confidence == "full" or not head
+    lost = _lost(family, dims, declared, layers, stacked=bool(stacked), prefix=prefix) if head else ()
     return Facts(
         checkpoint,
         family,
@@ -212,8 +231,38 @@ def gather(checkpoint: Checkpoint) -> Facts:
         prefix,
         stacked,
         () if pinned else missing,
-        bool(head) and len(candidates) == len(checkpoint.tensors) and not checkpoint.absent_files,
+        lost,
+        bool(head)
+        and len(candidates) == len(checkpoint.tensors)
+        and not (checkpoint.absent_files or checkpoint.unreadable or checkpoint.beside),
     )
+
+
+def architecture(checkpoint: Checkpoint) -> str:
+    """``general.architecture`` of a GGUF; "" elsewhere."""
+    return str(checkpoint.gguf.get("general.architecture", ""))
+
+
+MAX_LOST_LAYERS = 64
+"""Lost layers whose tensors are named, at most."""
+
+
+def _lost(
+    family: Family, dims: Dims, declared: int | None, layers: tuple[int, ...], *, stacked: bool, prefix: str
+) -> tuple[str, ...]:
+    """Keys of the layers that are declared beyond those found."""
+    count = (declared or 0) - family.spare_layers
+    if not layers or count <= layers[-1] + 1:
+        return ()
+    first = layers[-1] + 1
+    storage = "grouped" if stacked else "split"
+    many = family.expected(dims, min(count, first + MAX_LOST_LAYERS), experts=storage, prefix=prefix)
+    depth = dims.get("layers", 0)
+    try:
+        found = [(key, family.locate(key, layers=depth)) for _, key, _, spec in many if not spec.optional]
+    except NextnError:
+        return ()
+    return tuple(key for key, at in found if at is not None and at.indices.get("i", 0) >= first)
 
 
 def _layers_expected(layers: tuple[int, ...], declared: int | None, family: Family) -> int:
@@ -235,7 +284,7 @@ def _expected(
         }
     except KeyError as error:
         raise NextnError(
-            f"config.json lacks what {family.title} needs to say its head's shapes ({error.args[0]}).",
+            f"The configuration lacks what {family.title} needs to say its head's shapes ({error.args[0]}).",
             "Restore config.json from the base model.",
         ) from None
 

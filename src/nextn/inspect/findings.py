@@ -16,12 +16,20 @@ class Finding:
     Attributes:
         code: slug that says the kind; documented in docs/inspect.md.
         message: one or two sentences on what is so.
-        fix: what to do, a command where there is one.
-        tensors: checkpoint keys, or list entries where the finding is about those.
+        advice: what to do: one sentence, without its full stop where a command follows.
+        tensors: checkpoint keys; empty where the finding is about a file as a whole.
+        command: the command that does it, ready to paste; "" where there is none. Words in capitals are the user's
+            to fill in.
     """
 
     code: str
     severity: Severity
     message: str
-    fix: str
+    advice: str
     tensors: tuple[str, ...] = ()
+    command: str = ""
+
+    @property
+    def fix(self) -> str:
+        """Advice and command together."""
+        return f"{self.advice}: {self.command}" if self.command else self.advice

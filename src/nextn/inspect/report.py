@@ -13,6 +13,7 @@ from rich.text import Text
 from nextn.inspect.diff import Diff
 from nextn.inspect.engines.table import ENGINE
 from nextn.inspect.examine import Report
+from nextn.inspect.findings import Finding
 from nextn.inspect.memory import Memory
 from nextn.inspect.rules.words import plural
 
@@ -43,13 +44,17 @@ def headline(report: Report) -> tuple[str, str]:
     errors = sum(f.severity == "error" for f in report.findings)
     warnings = sum(f.severity == "warning" for f in report.findings)
     if facts.family is None:
+        if report.case.is_gguf and facts.checkpoint.absent_files:
+            return "The first piece of this GGUF, which names the model, is not there.", "bold red"
         return "No MTP family that nextn knows.", "yellow"
     title = facts.family.title
     if not facts.head:
         if facts.foreign:
             return f"{title}: another drafter stands where the MTP head should be.", "bold red"
-        if facts.missing_by_index:
-            return f"{title}: the head's files are missing.", "bold red"
+        if not facts.checkpoint.files and not facts.checkpoint.absent_files:
+            return f"{title}: there are no weights.", "bold red"
+        if facts.missing_by_index or (facts.in_the_dark and facts.unseen_files):
+            return f"{title}: the head's files are missing or damaged.", "bold red"
         return (
             (f"{title}: the MTP head is missing.", "bold red")
             if facts.ships_head
@@ -62,6 +67,10 @@ def headline(report: Report) -> tuple[str, str]:
         return f"{sentence}, with {plural(errors, 'error')}.", "bold red"
     if warnings:
         return f"{sentence}, with {plural(warnings, 'warning')}.", "yellow"
+    less = [v for v in ("fails", "degraded") if any(e.verdict == v for e in report.engines.values())]
+    if less:
+        engines = [ENGINE[name].title for name, e in report.engines.items() if e.verdict in less]
+        return f"{sentence}. Nothing to fix, but not every engine runs it whole: see {', '.join(engines)}.", "yellow"
     return f"{sentence}. Nothing to fix.", "bold green"
 
 
@@ -89,7 +98,7 @@ def show(
     if report.findings:
         console.print()
     for finding in report.findings:
-        _finding(console, finding.severity, finding.code, finding.message, finding.fix)
+        _finding(console, finding)
     console.print()
     for name, verdict in report.engines.items():
         if engine is not None and name != engine:
@@ -122,11 +131,11 @@ def _facts(report: Report, memory: Memory | None) -> Table:
     facts = report.facts
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    names = facts.checkpoint.config.get("architectures")
+    table.add_column(overflow="fold", ratio=1)
+    names = report.as_json()["architectures"]
     table.add_row("source", safe(facts.checkpoint.source))
     table.add_row("family", f"{facts.family.name}  ({facts.family.block})" if facts.family else "unknown")
-    if isinstance(names, list) and names:
+    if names:
         table.add_row("architecture", safe(", ".join(str(n) for n in names[:3])))
     if facts.family is not None:
         by = f"{facts.declared} by {facts.declared_by}" if facts.declared_by else "nothing"
@@ -147,7 +156,9 @@ def _facts(report: Report, memory: Memory | None) -> Table:
             "read", f"{remote.bytes_read:,} bytes in {remote.requests} requests, commit {safe(remote.commit[:12])}"
         )
     if memory is not None and facts.head:
-        parts = ", ".join(f"{part} {megabytes(n)}" for part, n in memory.parts.items())
+        parts = ", ".join(
+            f"{part} {megabytes(n)}".replace(" ", "\N{NO-BREAK SPACE}") for part, n in memory.parts.items()
+        )
         table.add_row("memory", parts)
         if memory.ranks > 1:
             table.add_row(f"a rank of {memory.ranks}", megabytes(memory.per_rank_bytes))
@@ -157,13 +168,15 @@ def _facts(report: Report, memory: Memory | None) -> Table:
     return table
 
 
-def _finding(console: Console, severity: str, code: str, message: str, fix: str) -> None:
+def _finding(console: Console, finding: Finding) -> None:
     line = Text()
-    line.append(severity, COLOURS[severity])
-    line.append(f" {code}: ", "bold")
-    line.append(safe(message))
+    line.append(finding.severity, COLOURS[finding.severity])
+    line.append(f" {finding.code}: ", "bold")
+    line.append(safe(finding.message))
     console.print(line)
-    console.print(words(f"    fix: {fix}"), soft_wrap=True)
+    console.print(Padding(words(f"fix: {finding.advice}{':' if finding.command else ''}"), (0, 0, 0, 4)))
+    if finding.command:
+        console.print(words(f"        {finding.command}"), soft_wrap=True)
 
 
 def _tensors(console: Console, entries: Iterable[dict[str, Any]]) -> None:

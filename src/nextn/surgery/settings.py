@@ -11,7 +11,6 @@ from copy import deepcopy
 from typing import Any
 
 from nextn.families.contract import Family, lookup
-from nextn.inspect.rules.head import SILENT_FAMILIES
 from nextn.surgery.exempt import Json, exempt
 from nextn.surgery.names import HeadNames
 from nextn.surgery.plan import Edit, Text
@@ -41,7 +40,7 @@ def with_count(family: Family, config: Json, layers: int) -> Json:
     path = count_path(family, config)
     if path is None or lookup(config, path) == layers:
         return config
-    if lookup(config, path) is None and family.name in SILENT_FAMILIES and family.default_layers == layers:
+    if lookup(config, path) is None and not family.declares_count and family.default_layers == layers:
         return config
     return _set(config, path, layers)
 

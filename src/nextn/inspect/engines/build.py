@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nextn.inspect.case import Case
-from nextn.inspect.engines.table import FUSED_UNEXPANDED, Support
+from nextn.inspect.engines.support import Support
+from nextn.inspect.engines.table import FUSED_UNEXPANDED
 from nextn.inspect.engines.versions import parse_version
-from nextn.inspect.gguf import architecture
+from nextn.inspect.facts import architecture
 from nextn.inspect.quant.claims import FUSED, HeadModule
 from nextn.inspect.quant.scheme import Scheme
 from nextn.inspect.quant.strict import Built, SplitError, exempt
@@ -42,15 +43,8 @@ def scheme_key(scheme: Scheme) -> str:
 
 def clashes(case: Case, engine: str, support: Support, version: str) -> Iterator[Clash]:
     """The modules of the head that an engine version would build otherwise than they are stored."""
-    scheme = case.scheme
-    whole_full = scheme is not None and (scheme_key(scheme) in support.full or _special_full(engine, scheme, version))
-    expands = not _unexpanded(case, engine, version)
-    for built, modules in runtime_modules(case, support).items():
-        plain = scheme is None or whole_full or any(word in modules[0].module for word in support.plain)
-        plain = plain or (engine == "vllm" and _vllm_plain(case, scheme, modules[0]))
-        try:
-            full = plain or exempt(engine, scheme, built, expands=expands)  # type: ignore[arg-type]
-        except SplitError:
+    for built, modules, full in _states(case, engine, support, version):
+        if full is None:
             divided = len({case.claims.quantised(m) for m in modules}) == 2
             yield Clash("split", "quant-fused-split" if divided else "quant-runtime-name", modules, built.name)
             continue
@@ -59,8 +53,37 @@ def clashes(case: Case, engine: str, support: Support, version: str) -> Iterator
         if not full and stored_full:
             yield Clash("random", _why(case, stored_full[0]), stored_full, built.name)
         if full and stored_quantised:
-            code = "quant-undeclared" if scheme is None else "head-quantised"
+            code = "quant-undeclared" if case.scheme is None else "head-quantised"
             yield Clash("foreign", code, stored_quantised, built.name)
+
+
+def modules_built(case: Case, engine: str, support: Support, version: str) -> Iterator[tuple[HeadModule, bool]]:
+    """Every module of the head that is built, and whether in full precision; those that lists divide are left out."""
+    for _, modules, full in _states(case, engine, support, version):
+        if full is not None:
+            yield from ((m, full) for m in modules)
+
+
+def _states(
+    case: Case, engine: str, support: Support, version: str
+) -> Iterator[tuple[Built, tuple[HeadModule, ...], bool | None]]:
+    """Runtime modules, what they are made of, and whether they are built in full precision; None where lists divide."""
+    scheme = case.scheme
+    whole_full = scheme is not None and (scheme_key(scheme) in support.full or _special_full(engine, scheme, version))
+    expands = not _unexpanded(case, engine, version)
+    for built, modules in runtime_modules(case, support).items():
+        if (
+            scheme is None
+            or whole_full
+            or any(word in modules[0].module for word in support.plain)
+            or (engine == "vllm" and _vllm_plain(case, scheme, modules[0]))
+        ):
+            yield built, modules, True
+            continue
+        try:
+            yield built, modules, exempt(engine, scheme, built, expands=expands)
+        except SplitError:
+            yield built, modules, None
 
 
 def runtime_modules(case: Case, support: Support) -> dict[Built, tuple[HeadModule, ...]]:
@@ -142,9 +165,9 @@ def _special_full(engine: str, scheme: Scheme, version: str) -> bool:
     return any("mlp.experts" in text for text in named) if newer else bool(named)
 
 
-def _vllm_plain(case: Case, scheme: Scheme | None, module: HeadModule) -> bool:
+def _vllm_plain(case: Case, scheme: Scheme, module: HeadModule) -> bool:
     """vLLM's exceptions for Qwen heads: ``fc`` under NVFP4, and the layers where GPTQ exempts anything named mtp."""
-    if scheme is None or not module.module.removeprefix(case.facts.prefix).startswith("mtp."):
+    if not module.module.removeprefix(case.facts.prefix).startswith("mtp."):
         return False
     if scheme_key(scheme) == "modelopt_fp4":
         return module.module.endswith("mtp.fc")

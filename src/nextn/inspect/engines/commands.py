@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 from nextn.inspect.case import Case
-from nextn.inspect.engines.table import Support
+from nextn.inspect.engines.support import Support
 from nextn.inspect.engines.versions import parse_version
+
+PROMPT = "--prompt 'Once upon a time'"
 
 
 def draft_tokens(case: Case, support: Support) -> int:
@@ -22,36 +25,50 @@ def draft_tokens(case: Case, support: Support) -> int:
 
 
 def command(case: Case, engine: str, support: Support, version: str) -> str:
-    """The command, ready to paste; GGUF conversion included for llama.cpp."""
+    """The command, ready to paste; GGUF conversion included for llama.cpp. BASE is the user's to fill in."""
     source, drafts = case.source, draft_tokens(case, support)
     alone = case.facts.alone
     if engine == "sglang":
-        flag = "radix-cache" if parse_version(version) >= (0, 5, 17) else "scheduler"
-        hybrid = f" --mamba-{flag}-strategy extra_buffer" if support.hybrid else ""
         return (
             f"python -m sglang.launch_server --model-path {'BASE' if alone else source} "
             f"--speculative-algorithm NEXTN {f'--speculative-draft-model-path {source} ' if alone else ''}"
             f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {drafts + 1}{hybrid}"
+            f"--speculative-num-draft-tokens {drafts + 1}{_hybrid_state(version) if support.hybrid else ''}"
         )
     if engine == "vllm":
         declared = case.facts.declared or 1
         if support.drafts is None and drafts > declared > 1 and drafts % declared:
             drafts = declared
-        draft = {"model": case.facts.checkpoint.source} if alone else {}
+        draft = {"model": case.place} if alone else {}
         settings = json.dumps({"method": "mtp", **draft, "num_speculative_tokens": drafts}, separators=(",", ":"))
         return f"vllm serve {'BASE' if alone else source} --speculative-config {shlex.quote(settings)}"
     if engine == "transformers":
-        named = repr(case.facts.checkpoint.source)
+        named = repr(case.place)
         return f"AutoModelForCausalLM.from_pretrained({named}).generate(**inputs, use_mtp=True)  # batch 1"
     if engine == "llamacpp":
-        run = f"--spec-type draft-mtp --spec-draft-n-max {drafts}"
-        if case.facts.checkpoint.kind == "gguf":
-            return f"llama-server -m {source} {run}"
-        return f"python convert_hf_to_gguf.py {source} --outfile model.gguf && llama-server -m model.gguf {run}"
+        return _llamacpp(case, f"--spec-type draft-mtp --spec-draft-n-max {drafts}")
     if engine == "tensorrt_llm":
         return (
             f"printf 'speculative_config:\\n  decoding_type: MTP\\n  max_draft_len: {drafts}\\n' > mtp.yaml && "
             f"trtllm-serve {source} --extra_llm_api_options mtp.yaml"
         )
-    return f"nextn generate {f'BASE --head {source}' if alone else source} --draft-tokens {drafts}"
+    return f"nextn generate {f'BASE --head {source}' if alone else source} --draft-tokens {drafts} {PROMPT}"
+
+
+def _hybrid_state(version: str) -> str:
+    """SGLang's strategy for recurrent state: ``extra_buffer`` crashes before 0.5.16, and the flag had another name."""
+    at = parse_version(version)
+    if at < (0, 5, 16):
+        return " --mamba-scheduler-strategy no_buffer --page-size 1 --disable-overlap-schedule"
+    return f" --mamba-{'radix-cache' if at >= (0, 5, 17) else 'scheduler'}-strategy extra_buffer"
+
+
+def _llamacpp(case: Case, run: str) -> str:
+    if case.is_gguf and case.is_remote:
+        parts = Path(case.place).parts
+        repo, file = shlex.quote("/".join(parts[:2])), shlex.quote("/".join(parts[2:]))
+        return f"llama-server --hf-repo {repo} --hf-file {file} {run}"
+    if case.is_gguf:
+        return f"llama-server -m {case.source} {run}"
+    where = f"--remote {case.source}" if case.is_remote else case.source
+    return f"python convert_hf_to_gguf.py {where} --outfile model.gguf && llama-server -m model.gguf {run}"

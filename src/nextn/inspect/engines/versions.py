@@ -28,6 +28,10 @@ def parse_engine(text: str) -> tuple[str, str | None]:
     name, _, version = text.partition("==")
     name = name.strip().lower()
     name = SPELLINGS.get(name, name)
+    start = re.match(r"[a-z_.-]+", name)
+    near = SPELLINGS.get(start[0], start[0]) if start else ""
+    if name not in ENGINES and near in ENGINES:
+        raise NextnError(f"{text!r} names no version of {near}.", f"Write one version, as in {near}==0.5.17.")
     if name not in ENGINES:
         raise NextnError(f"{text!r} names no engine that nextn knows.", f"Choose one of {', '.join(ENGINES)}.")
     if "==" in text and not parse_version(version):

@@ -81,9 +81,16 @@ class Claims:
 
     @cached_property
     def stored(self) -> str:
-        """How the head is stored: ``none`` of it quantised, ``full``, or ``mixed``."""
-        kinds = {m.full for m in self.head}
+        """How the head's matrices are stored: ``none`` of them quantised, ``full``, or ``mixed``."""
+        kinds = {m.full for m in self.head} | {
+            t.form == "full" for t in self.fusion if t.form != "full" or not self.head
+        }
         return "mixed" if len(kinds) == 2 else "full" if kinds == {False} else "none"
+
+    @cached_property
+    def fusion(self) -> tuple[HeadTensor, ...]:
+        """The head's fusion matrices, whether or not engines build them quantised."""
+        return tuple(t for t in self.facts.head.values() if ".fuse" in t.name and len(t.spec.shape) > 1)
 
     def quantised(self, module: HeadModule, scheme: Scheme | None = None) -> bool:
         """Whether the declaration claims that a head module is quantised."""

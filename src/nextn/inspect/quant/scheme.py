@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
@@ -88,7 +89,9 @@ def compile_regex(pattern: str) -> re.Pattern[str] | None:
     if len(pattern) > MAX_PATTERN:
         return None
     try:
-        compiled = re.compile(pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
         return None
     unescaped = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "x", pattern)

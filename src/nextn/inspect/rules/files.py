@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from nextn.checkpoint.source import INDEX_NAME
 from nextn.inspect.case import Case
 from nextn.inspect.findings import Finding
+from nextn.inspect.quant.stored import split_key
 from nextn.inspect.rules.words import listing, plural
 
 OTHER_FILES = ("consolidated", "adapter_", "optimizer", "scheduler")
@@ -15,20 +19,34 @@ weights, adapters, a trainer's state."""
 
 def shard_missing(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    absent = facts.checkpoint.absent_files
+    absent = tuple(f for f in facts.checkpoint.absent_files if f not in facts.checkpoint.unreadable)
     if not absent:
         return
-    lost = facts.missing_by_index
+    gone = {split_key(k)[0] for k, f in (facts.checkpoint.index or {}).items() if f in absent}
+    lost = [k for k in facts.missing_by_index if split_key(k)[0] in gone]
     part = f", among them {plural(len(lost), 'head tensor')}" if lost else ""
     keys = tuple(k for k, f in (facts.checkpoint.index or {}).items() if f in set(absent))
+    named = "The numbering of the files" if case.is_gguf else "The index"
+    should = (
+        f" {plural(len(keys), 'tensor')} should be in {'it' if len(absent) == 1 else 'them'}{part}." if keys else ""
+    )
     yield Finding(
         "shard-missing",
         "error",
-        f"The index names {plural(len(absent), 'file that is', 'files that are')} not there: {listing(absent)}. "
-        f"{plural(len(keys), 'tensor')} should be in {'it' if len(absent) == 1 else 'them'}{part}.",
-        "Download the missing files, or take them out of the index if they were left out on purpose.",
-        keys,
+        f"{named} names {plural(len(absent), 'file that is', 'files that are')} not there: {listing(absent)}.{should}",
+        *download(case, absent, keys),
     )
+
+
+def download(case: Case, files: Sequence[str], keys: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...], str]:
+    """Advice, tensors and command where files have to be fetched."""
+    repo = "/".join(case.facts.checkpoint.source.split("/")[:2]) if case.is_remote else "REPO"
+    if case.is_remote:
+        return f"Have the publisher upload {listing(files)} to {repo}.", keys, ""
+    folder = case.source if not case.is_gguf else shlex.quote(str(Path(case.place).parent))
+    names = " ".join(shlex.quote(f) for f in files)
+    command = f"hf download {repo} {names} --local-dir {folder}"
+    return "Download what is missing or damaged from where it came", keys, command
 
 
 def shard_unindexed(case: Case) -> Iterator[Finding]:
@@ -44,8 +62,11 @@ def shard_unindexed(case: Case) -> Iterator[Finding]:
         "warning",
         f"The index does not name {listing(sorted(files))}, so engines do not read the "
         f"{plural(len(keys), 'tensor')} in {'it' if len(files) == 1 else 'them'}{part}.",
-        f"Write the index anew: nextn merge {case.source} {case.source} OUT.",
+        "Write a folder whose index names them"
+        if heads == len(keys)
+        else f"Add their tensors to weight_map in {INDEX_NAME}, or move the files away if they do not belong here.",
         keys,
+        case.rewrite() if heads == len(keys) else "",
     )
 
 
@@ -58,7 +79,7 @@ def index_stale(case: Case) -> Iterator[Finding]:
             "index-stale",
             "warning",
             f"The index lists {plural(len(stale), 'tensor')} that the named files do not hold: {listing(stale)}.",
-            f"Write the index anew: nextn merge {case.source} {case.source} OUT.",
+            f"Take these entries out of weight_map in {INDEX_NAME}, or download the files again.",
             stale,
         )
 
@@ -79,15 +100,32 @@ def key_duplicated(case: Case) -> Iterator[Finding]:
         "warning",
         f"Several files ({listing(files)}) hold the same {plural(len(keys), 'head tensor' if of_head else 'tensor')}; "
         "engines read whole files, so which copy wins depends on their order.",
-        f"Write one copy: nextn merge {case.source} HEAD OUT replaces the old head.",
+        "Write one copy of the head" if of_head else "Delete the file that does not belong here.",
         keys,
+        case.rewrite() if of_head else "",
     )
 
 
 def file_unreadable(case: Case) -> Iterator[Finding]:
-    broken = case.facts.checkpoint.unreadable
-    for name, why in broken.items():
-        yield Finding("file-unreadable", "error", f"{name}: {why}", f"Download {name} again.", ())
+    checkpoint = case.facts.checkpoint
+    for name, why in checkpoint.unreadable.items():
+        keys = tuple(k for k, f in (checkpoint.index or {}).items() if f == name)
+        short = why.replace(str(checkpoint.root / name), name) if checkpoint.root is not None else why
+        message = short if name in short else f"{name}: {short}"
+        yield Finding("file-unreadable", "error", message, *download(case, [name], keys))
 
 
-RULES = (file_unreadable, shard_missing, shard_unindexed, index_stale, key_duplicated)
+def weights_missing(case: Case) -> Iterator[Finding]:
+    checkpoint = case.facts.checkpoint
+    if not checkpoint.files and not checkpoint.absent_files and not checkpoint.unreadable:
+        yield Finding(
+            "weights-missing",
+            "error",
+            f"{checkpoint.source} holds config.json and no weights.",
+            "Have the publisher upload them." if case.is_remote else "Download them",
+            (),
+            "" if case.is_remote else f"hf download REPO --local-dir {case.source}",
+        )
+
+
+RULES = (file_unreadable, weights_missing, shard_missing, shard_unindexed, index_stale, key_duplicated)

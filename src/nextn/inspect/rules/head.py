@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 from nextn.families.contract import ANY, fits
 from nextn.inspect.case import Case
-from nextn.inspect.facts import HeadTensor
+from nextn.inspect.facts import HeadTensor, architecture
 from nextn.inspect.findings import Finding
-from nextn.inspect.gguf import LOW_BITS, architecture
 from nextn.inspect.quant.stored import FULL
 from nextn.inspect.rules.words import listing, plural
 
-SILENT_FAMILIES = frozenset({"qwen3_next", "longcat_flash", "mimo_v2", "mimo_v2_flash"})
-"""Families whose published configs declare no layer count although the head is shipped."""
+LOW_BITS = re.compile(r"I?Q[1-4]|TQ|MXFP4|NVFP4")
+"""ggml types of at most about four bits a weight."""
 
-ONE_MORE = frozenset({"hy_v4"})
-"""Families whose published configs declare one layer more than the head has (vLLM ``config/speculative.py``)."""
-
-SMALL_DTYPES = ("norm", "bias", "router", "a_log", "dt_bias")
+SMALL_DTYPES = ("norm", "bias", "router", "shared_gate", "a_log", "dt_bias")
 """Words in the canonical names of tensors that publishers keep in another precision on purpose."""
+
+
+NO_CONFIG = "there is no config.json"
 
 
 def family_unknown(case: Case) -> Iterator[Finding]:
@@ -28,41 +28,57 @@ def family_unknown(case: Case) -> Iterator[Finding]:
     if facts.family is not None:
         return
     config = facts.checkpoint.config
-    named = config.get("model_type") or config.get("architectures") or architecture(facts.checkpoint) or "nothing"
-    where = "the file" if facts.checkpoint.kind == "gguf" else "config.json"
+    named = config.get("model_type") or config.get("architectures") or architecture(facts.checkpoint)
+    where = "the file" if case.is_gguf else "config.json"
+    said = f"{where} says {named!r}" if named else f"{where} names no model" if case.is_gguf or config else NO_CONFIG
+    first_piece = case.is_gguf and not named and facts.checkpoint.absent_files
+    advice = "Check model_type in config.json; if the model is new, nextn needs a family file for it."
+    if first_piece:
+        said = f"the metadata is in the first piece of the GGUF, and {min(facts.checkpoint.absent_files)} is not there"
+        advice = f"Put {min(facts.checkpoint.absent_files)} beside it."
     if facts.lookalikes:
         yield Finding(
             "family-unknown",
             "warning",
-            f"No known MTP family: {where} says {named!r}. Like a head's "
+            f"No known MTP family: {said}. Like a head's "
             f"{plural(len(facts.lookalikes), 'tensor looks', 'tensors look')}: {listing(facts.lookalikes)}.",
-            "Check model_type in config.json; if the model is new, nextn needs a family file for it.",
+            advice,
             facts.lookalikes,
         )
     else:
+        nothing = "Nothing to do: this model carries no MTP head that nextn knows."
         yield Finding(
             "family-unknown",
             "info",
-            f"No known MTP family: {where} says {named!r}, and no tensor looks like a head's.",
-            "Nothing to do: this model carries no MTP head that nextn knows.",
+            f"No known MTP family: {said}, and no tensor looks like a head's.",
+            nothing if named else advice,
         )
 
 
 def no_head(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    if facts.family and not facts.head and not facts.ships_head and not facts.foreign and not facts.missing_by_index:
-        said = f"{facts.declared_by} is 0" if facts.declared_by else "nothing is declared, and the family ships none"
-        yield Finding(
-            "no-head",
-            "info",
-            f"There is no head and none is claimed: {said}.",
-            f"To create one: nextn train {case.source} --start scratch.",
-        )
+    if not facts.family or facts.head or facts.ships_head or facts.foreign or facts.missing_by_index:
+        return
+    if facts.in_the_dark:
+        return
+    said = f"{facts.declared_by} is 0" if facts.declared_by else "nothing is declared, and the family ships none"
+    message = f"There is no head and none is claimed: {said}."
+    if facts.family.target and not case.is_gguf:
+        yield Finding("no-head", "info", message, "To create one", (), train(case, "scratch"))
+    else:
+        yield Finding("no-head", "info", message, "Nothing to do: nextn does not train heads for this family.")
+
+
+def train(case: Case, start: str) -> str:
+    """The command that trains a head for this checkpoint."""
+    return f"nextn train model={case.source} init={start} data=DATA.jsonl output=HEAD"
 
 
 def head_missing(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    if not facts.family or facts.head or not facts.ships_head or facts.foreign or facts.missing_by_index:
+    if not facts.family or facts.head or not facts.ships_head or facts.foreign:
+        return
+    if facts.missing_by_index or facts.in_the_dark:
         return
     if facts.declared_by:
         why = f"{facts.declared_by} says {facts.declared}"
@@ -70,13 +86,15 @@ def head_missing(case: Case) -> Iterator[Finding]:
         why = f"the {facts.family.title} family ships one, though its config declares no count"
     shown = facts.missing[0] if facts.missing else ""
     alias = next((f" (vLLM reports it as {_vllm_name(k)})" for k in facts.missing if _vllm_name(k) != k), "")
-    yield Finding(
-        "head-missing",
-        "error",
-        f"None of the {len(facts.expected)} head tensors is there, but {why}. The first one missing is {shown}{alias}.",
-        f"Put the base model's head back: nextn extract BASE head && nextn merge {case.source} head OUT.",
-        facts.missing,
+    message = (
+        f"None of the {len(facts.expected)} head tensors is there, but {why}. The first one missing is {shown}{alias}."
     )
+    advice = "Convert a checkpoint that holds its head" if case.is_gguf else "Put the base model's head back"
+    command = CONVERT if case.is_gguf else case.take_from("BASE")
+    yield Finding("head-missing", "error", message, advice, facts.missing, command)
+
+
+CONVERT = "python convert_hf_to_gguf.py FOLDER --outfile OUT.gguf"
 
 
 def _vllm_name(key: str) -> str:
@@ -86,15 +104,17 @@ def _vllm_name(key: str) -> str:
 
 def head_partial(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    absent = [k for k in facts.missing if k not in set(facts.missing_by_index)]
-    if not facts.head or not absent:
+    by_index = set(facts.missing_by_index)
+    absent = [k for k in facts.missing if k not in by_index]
+    if not facts.head or not absent or facts.in_the_dark:
         return
     yield Finding(
         "head-partial",
         "error",
         f"The head lacks {len(absent)} of {len(facts.expected)} tensors: {listing(absent)}.",
-        f"Take the whole head from the base model: nextn extract BASE head && nextn merge {case.source} head OUT.",
+        "Convert a checkpoint that holds the whole head" if case.is_gguf else "Take the whole head from the base model",
         tuple(absent),
+        CONVERT if case.is_gguf else case.take_from("BASE"),
     )
 
 
@@ -106,8 +126,9 @@ def layout_unsure(case: Case) -> Iterator[Finding]:
             "info",
             f"{plural(len(facts.unsure), 'tensor')} that a {facts.family.title} head may have is not there "
             f"({listing(facts.unsure)}), but its layout is not pinned by any source. {facts.family.note}".strip(),
-            "Compare with the publisher's own checkpoint: nextn inspect PUBLISHED --tensors.",
+            "Compare with the publisher's own checkpoint",
             facts.unsure,
+            "nextn inspect PUBLISHED --tensors",
         )
 
 
@@ -116,33 +137,52 @@ def head_undeclared(case: Case) -> Iterator[Finding]:
     family = facts.family
     if not family or not facts.head or facts.declared:
         return
-    if facts.declared is None and family.name in SILENT_FAMILIES:
+    if facts.declared is None and not family.declares_count:
         return
     path = facts.declared_by or (family.layer_count[0] if family.layer_count else "num_nextn_predict_layers")
     state = "is 0" if facts.declared == 0 else "is absent"
     count = max(1, len(facts.layers))
+    where = "the metadata" if case.is_gguf else "config.json"
+    advice = f"Set {path} to {count} in config.json, or write a folder that declares it"
+    command = case.rewrite()
+    if case.is_gguf and facts.declared == 0 and not case.is_remote:
+        advice, command = f"Set {path} to {count}", f"gguf-set-metadata {case.source} {path} {count}"
+    elif case.is_gguf:
+        advice, command = f"Convert again from a folder whose config.json declares {count}", CONVERT
     yield Finding(
         "head-undeclared",
         "warning",
-        f"The head is there ({plural(facts.found, 'tensor')}), but {path} in config.json {state}.",
-        f"Set {path} to {count} in config.json.",
-        tuple(t.key for t in facts.head.values()),
+        f"The head is there ({plural(facts.found, 'tensor')}), but {path} in {where} {state}.",
+        advice,
+        tuple(t.weight.key for t in facts.head.values()),
+        command,
     )
 
 
 def count_mismatch(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    if not facts.declared or not facts.head or facts.missing_by_index or facts.declared == len(facts.layers):
+    if not facts.declared or not facts.head or facts.missing_by_index or facts.in_the_dark or facts.family is None:
         return
-    if not facts.layers or (facts.family and facts.family.name in ONE_MORE and facts.declared == len(facts.layers) + 1):
+    found = len(facts.layers)
+    if not facts.layers or facts.declared in (found, found + facts.family.spare_layers):
         return
+    extra = tuple(t.weight.key for t in facts.head.values() if t.layer >= facts.declared)
+    own = facts.family.physical_layers != "reuse"
+    if case.is_gguf:
+        advice, command = f"Convert again from a folder whose config.json declares {found}", CONVERT
+    elif found < facts.declared and own:
+        advice, command = "Restore the layers that were lost, from the base model", case.take_from("BASE")
+    else:
+        advice = f"Set {facts.declared_by} to {found} in config.json, or write a folder that declares it"
+        command = case.rewrite()
     yield Finding(
         "count-mismatch",
         "warning",
         f"{facts.declared_by} declares {plural(facts.declared, 'head layer')}, "
-        f"the files hold {len(facts.layers)} ({', '.join(map(str, facts.layers[:8]))}).",
-        f"Set {facts.declared_by} to {len(facts.layers)} in config.json, or restore the layers that were lost.",
-        tuple(t.key for t in facts.head.values() if t.layer >= facts.declared),
+        f"the files hold {found} ({', '.join(map(str, facts.layers[:8]))}).",
+        advice,
+        facts.lost or extra,
+        command,
     )
 
 
@@ -154,8 +194,9 @@ def not_an_mtp_head(case: Case) -> Iterator[Finding]:
             "error",
             f"Under the head's prefix {plural(len(facts.foreign), 'tensor belongs', 'tensors belong')} "
             f"to another kind of drafter: {listing(facts.foreign)}.",
-            "Use the drafter's own algorithm in the engine, not MTP; or merge an MTP head trained for this model.",
+            "Use the drafter's own algorithm in the engine, not MTP, or put an MTP head in its place",
             facts.foreign,
+            case.take_from("HEAD"),
         )
 
 
@@ -168,8 +209,9 @@ def tensors_unexpected(case: Case) -> Iterator[Finding]:
             "warning" if pinned else "info",
             f"Under the head's prefix {plural(len(facts.unexpected), 'tensor is', 'tensors are')} "
             f"not part of a {facts.family.title if facts.family else ''} head: {listing(facts.unexpected)}.",
-            "Export the head again; engines ignore such tensors or stop at them.",
+            "Put a head without them in its place; engines ignore such tensors or stop at them",
             facts.unexpected,
+            CONVERT if case.is_gguf else case.take_from("BASE"),
         )
 
 
@@ -192,8 +234,9 @@ def shape_mismatch(case: Case) -> Iterator[Finding]:
             "shape-mismatch",
             "error" if pinned else "warning",
             f"{plural(len(wrong), 'head tensor has', 'head tensors have')} the wrong shape: {told}{more}.",
-            f"Merge a head that was made for this model: nextn merge {case.source} HEAD OUT.",
+            "Convert a checkpoint whose head fits" if case.is_gguf else "Merge a head that was made for this model",
             tuple(t.weight.key for t, _, _ in wrong),
+            CONVERT if case.is_gguf else case.take_from("HEAD"),
         )
 
 
@@ -224,40 +267,44 @@ def dtype_mixed(case: Case) -> Iterator[Finding]:
             "dtype-mixed",
             "warning",
             "The head's matrices are stored in several dtypes: " + ", ".join(f"{n} in {d}" for d, n in counts) + ".",
-            f"Convert the head to one dtype: nextn merge {case.source} HEAD OUT converts to the base's.",
+            "Convert the head to one dtype" if case.is_gguf else "Convert the head to the base's dtype",
             tuple(odd),
+            f"{CONVERT} --outtype bf16" if case.is_gguf else case.rewrite(),
         )
 
 
 def fusion_overquantised(case: Case) -> Iterator[Finding]:
     """GGUF only: the fusion is small, and every draft goes through it."""
     low = [t for t in case.facts.head.values() if ".fuse." in t.name and LOW_BITS.match(t.weight.dtype)]
-    if low and case.facts.checkpoint.kind == "gguf":
+    if low and case.is_gguf:
         yield Finding(
             "fusion-overquantised",
             "warning",
             f"{low[0].weight.key} is stored as {low[0].weight.dtype}; so few bits in the fusion cost acceptance.",
-            "Quantise again with --tensor-type nextn.eh_proj=q8_0.",
+            "Quantise again, with more bits for the fusion",
             tuple(t.weight.key for t in low),
+            "llama-quantize --tensor-type nextn.eh_proj=q8_0 BF16.gguf OUT.gguf Q4_K_M",
         )
 
 
 def experts_grouped(case: Case) -> Iterator[Finding]:
     facts = case.facts
     if facts.stacked:
-        grouped = tuple(t.key for t in facts.head.values() if t.spec.experts == "grouped")
+        grouped = tuple(t.weight.key for t in facts.head.values() if t.spec.experts == "grouped")
+        split = facts.complete and not case.is_gguf and not any(t.spec.experts == "split" for t in facts.head.values())
         yield Finding(
             "experts-grouped",
             "info",
             f"The head's experts are stored stacked in {plural(len(grouped), 'tensor')}, not one tensor an expert.",
-            "Nothing to do where the engine reads both; nextn merge rewrites either way.",
+            "To store them one by one" if split else "Nothing to do where the engine reads them.",
             grouped,
+            f"{case.rewrite()} --experts split" if split else "",
         )
 
 
 def embedding_duplicated(case: Case) -> Iterator[Finding]:
     facts = case.facts
-    if facts.family is None or facts.family.embedding == "own":
+    if facts.family is None or facts.family.embedding == "own" or case.is_gguf:
         return
     copies = [t for t in facts.head.values() if t.spec.optional and t.spec.shape == ("vocab", "hidden")]
     if copies:
@@ -266,18 +313,45 @@ def embedding_duplicated(case: Case) -> Iterator[Finding]:
             "info",
             f"The head carries its own copy of shared tensors ({sum(t.nbytes for t in copies) / 1e6:.0f} MB): "
             f"{listing([t.key for t in copies])}. Engines share the target's.",
-            f"nextn extract {case.source} head leaves the copies out.",
-            tuple(t.key for t in copies),
+            "Nothing to do, or take the head out without them" if facts.complete else "Nothing to do.",
+            tuple(t.weight.key for t in copies),
+            f"nextn extract {case.source} HEAD" if facts.complete else "",
+        )
+
+
+def experts_doubled(case: Case) -> Iterator[Finding]:
+    facts = case.facts
+    split = tuple(t.weight.key for t in facts.head.values() if t.spec.experts == "split") if facts.stacked else ()
+    if split and not case.is_gguf:
+        yield Finding(
+            "experts-doubled",
+            "warning",
+            f"The head's experts are stored twice: stacked, and one tensor an expert ({listing(split)}).",
+            "Put a head with one of the two in its place",
+            split,
+            case.take_from("BASE"),
         )
 
 
 def head_alone(case: Case) -> Iterator[Finding]:
-    if case.facts.alone:
+    facts = case.facts
+    if facts.alone:
         yield Finding(
             "head-alone",
             "info",
             "The files hold the head and nothing else: it runs beside the model that it was taken from.",
-            f"Name it as the draft of its base, or put it back: nextn merge BASE {case.source} OUT.",
+            "Name it as the draft of its base, or put it back",
+            (),
+            case.on_disk("nextn merge BASE {here} OUT"),
+        )
+    elif facts.checkpoint.beside:
+        yield Finding(
+            "one-file",
+            "info",
+            f"This is one of {len(facts.checkpoint.beside) + 1} weight files; the others were not read.",
+            "Inspect them together",
+            (),
+            f"nextn inspect {case.source}",
         )
 
 
@@ -294,6 +368,7 @@ RULES = (
     dtype_mixed,
     fusion_overquantised,
     experts_grouped,
+    experts_doubled,
     embedding_duplicated,
     no_head,
     head_alone,
