@@ -101,7 +101,7 @@ def quant_runtime_name(case: Case, verdicts: Mapping[str, Verdict]) -> Iterator[
     names = [n for e in engines for n in told[e]]
     titles = listing([ENGINE[e].title for e in engines])
     first = next(iter(modules))
-    own = {m.module for m in case.claims.head}
+    own = {t.module for t in case.facts.head.values()}
     layers = {_layer(m) for m in case.claims.modules if m not in own} - {None}
     shadowed = any(_layer(n) in layers for n in names)
     others = [e for e in ("vllm", "sglang") if e not in engines and verdicts[e].verdict == "works"]
