@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
+from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder, load_drafter
 from nextn.models.save import decoder_state
@@ -228,3 +229,15 @@ print((status("VmHWM") - before) / report.weight_bytes)
         command = [sys.executable, "-c", script, str(small), str(tmp_path / "big"), dtype]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert 0.95 < float(done.stdout) < 1.1
+
+
+def test_gradients_pass_through_a_model_that_has_decoded(tmp_path: Path) -> None:
+    model = load(make_checkpoint(tmp_path, "qwen3_5"))
+    ids, rows = torch.tensor([[1, 2, 3]]), SequenceContext(torch.arange(3)[None])
+    with torch.inference_mode():
+        expected = model(ids, rows)[0].clone()
+    bias = torch.zeros(32, requires_grad=True)
+    hidden, _ = model(ids, rows)
+    (model.norm(hidden + bias)).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(hidden, expected)

@@ -58,7 +58,9 @@ class RMSNorm(nn.Module):
         if self.weight.requires_grad:
             return 1 + self.weight
         if self._scale is None or self._scale.device != self.weight.device or self._scale.dtype != self.weight.dtype:
-            self._scale = 1 + self.weight
+            # Kept for all later uses, so not an inference tensor, which autograd would refuse.
+            with torch.inference_mode(False):
+                self._scale = 1 + self.weight
         return self._scale
 
     def forward(self, x: Tensor) -> Tensor:
