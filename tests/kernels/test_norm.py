@@ -54,3 +54,16 @@ def test_two_norms_fill_one_wide_tensor() -> None:
     norm_triton.rms_norm(embedding, scale, 1e-6, out=wide[:, :64])
     norm_triton.rms_norm(hidden, scale, 1e-6, out=wide[:, 64:])
     assert close(wide, torch.cat([norm.rms_norm(t, scale, 1e-6) for t in (embedding, hidden)], -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_an_embedding_are_picked_by_id(dtype: torch.dtype) -> None:
+    table, scale = randn(9, 96, dtype=dtype), randn(96, seed=2)
+    ids = torch.tensor([8, 0, 3, 3], device=table.device)
+    normed, stream = norm_triton.add_rms_norm(table, None, scale, 1e-6, ids=ids)
+    assert torch.equal(stream, table[ids])
+    assert close(normed, norm.rms_norm(table[ids], scale, 1e-6))
+    wide = poison(4, 192, dtype=dtype)
+    norm_triton.rms_norm(table, scale, 1e-6, out=wide[:, 96:], ids=ids)
+    assert torch.equal(wide[:, 96:], normed)
+    assert wide[:, :96].isnan().all()

@@ -104,11 +104,13 @@ class FusedRunner(PlainRunner):
     def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
         if where.prefill or ids.shape[1] > MAX_ROWS:
             return super().target_rows(ids, where)
-        x: Tensor = self.target.embed.weight[ids.reshape(-1)]
+        x: Tensor = self.target.embed.weight
         residual: Tensor | None = None
+        flat: Tensor | None = ids.reshape(-1).contiguous()
         for layer in self.target.layers:
             assert isinstance(layer, DecoderLayer)
-            x, residual = self._layer(layer, x, residual, where, self.cache.k, self.cache.v)
+            x, residual = self._layer(layer, x, residual, where, self.cache.k, self.cache.v, ids=flat)
+            flat = None
         norm = self.target.norm
         post, pre = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=self.dependent)
         return post.view(*ids.shape, -1), pre.view(*ids.shape, -1)
@@ -128,12 +130,11 @@ class FusedRunner(PlainRunner):
         both = torch.empty(ids.numel(), 2 * width, dtype=self.dtype, device=ids.device)
         halves = both[:, :width], both[:, width:]
         to_embed, to_hidden = halves if fusion.embed_first else halves[::-1]
-        embedding = self.draft.embed.weight[ids.reshape(-1)]
-        for x, to, n in (
-            (embedding, to_embed, fusion.embed_norm),
-            (hidden.reshape(-1, width), to_hidden, fusion.hidden_norm),
+        for x, rows, to, n in (
+            (self.draft.embed.weight, ids.reshape(-1).contiguous(), to_embed, fusion.embed_norm),
+            (hidden.reshape(-1, width), None, to_hidden, fusion.hidden_norm),
         ):
-            norm_triton.rms_norm(x, n.scale, n.eps, out=to, pdl=self.dependent)
+            norm_triton.rms_norm(x, n.scale, n.eps, out=to, ids=rows, pdl=self.dependent)
         x, residual = self._layer(
             block, self._product(both, fusion.fuse.weight), None, where, self.cache.draft_k, self.cache.draft_v
         )
@@ -192,12 +193,20 @@ class FusedRunner(PlainRunner):
         return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
 
     def _layer(
-        self, layer: DecoderLayer, x: Tensor, residual: Tensor | None, where: Rows, k_pools: Tensor, v_pools: Tensor
+        self,
+        layer: DecoderLayer,
+        x: Tensor,
+        residual: Tensor | None,
+        where: Rows,
+        k_pools: Tensor,
+        v_pools: Tensor,
+        *,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderLayer.forward` on flat rows; x may be partial sums."""
+        """As `DecoderLayer.forward` on flat rows; x may be partial sums, or with `ids` an embedding to look up."""
         pdl = self.dependent
         norm = layer.input_norm
-        h, residual = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl)
+        h, residual = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, ids=ids, pdl=pdl)
         if isinstance(layer.gdn, GatedDeltaNet):
             mixed, out = self._delta(layer.gdn, self._product(h, layer.gdn.inputs.weight), where), layer.gdn.out
         else:

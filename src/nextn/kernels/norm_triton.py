@@ -15,6 +15,7 @@ from nextn.kernels.support import splits_of
 @triton.jit
 def _add_rms_norm(
     x: tl.tensor,
+    ids: tl.tensor,
     residual: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
@@ -28,6 +29,7 @@ def _add_rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    PICK: tl.constexpr,
     ADD: tl.constexpr,
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -41,7 +43,10 @@ def _add_rms_norm(
     if PDL:
         gdc_wait()
     dtype = out.dtype.element_ty
-    value = load_rows(x, row * x_row + at, inside, x_split, SPLITS, dtype)
+    source = row.to(tl.int64)
+    if PICK:
+        source = tl.load(ids + row)
+    value = load_rows(x, source * x_row + at, inside, x_split, SPLITS, dtype)
     if ADD:
         value += tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
     stored = value.to(dtype)
@@ -61,6 +66,7 @@ def add_rms_norm(
     out: Tensor | None = None,
     stream: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    ids: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and norm the sum.
@@ -72,16 +78,19 @@ def add_rms_norm(
         out: [rows, hidden] for the normed rows; may be columns of a wider tensor.
         stream: [rows, hidden] for the sum; may be `residual` itself.
         dtype: of what is returned; default the residual's, else x's.
+        ids: [rows] int64, contiguous: the rows of a stored x to take, as of an embedding.
     Returns:
-        (normed, new residual). With a stored x and no residual the second is x itself.
+        (normed, new residual). With a stored x, no residual and no ids the second is x itself.
     """
     splits = splits_of(x)
     rows, hidden = x.shape[-2:]
+    if ids is not None:
+        rows = ids.shape[0]
     if dtype is None:
         dtype = out.dtype if out is not None else residual.dtype if residual is not None else x.dtype
     if out is None:
         out = torch.empty(rows, hidden, dtype=dtype, device=x.device)
-    keep = residual is not None or splits > 0
+    keep = residual is not None or splits > 0 or ids is not None
     if not keep:
         stream = x
     elif stream is None:
@@ -90,6 +99,7 @@ def add_rms_norm(
     block = triton.next_power_of_2(hidden)
     _add_rms_norm[(rows,)](
         x,
+        ids if ids is not None else x,
         add,
         scale,
         out,
@@ -103,6 +113,7 @@ def add_rms_norm(
         HIDDEN=hidden,
         BLOCK=block,
         SPLITS=splits,
+        PICK=ids is not None,
         ADD=residual is not None,
         KEEP=keep,
         PDL=pdl,
@@ -112,6 +123,14 @@ def add_rms_norm(
     return out, stream
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """x / rms(x) * scale for stored x [rows, hidden]; `out` may be columns of a wider tensor."""
-    return add_rms_norm(x, None, scale, eps, out=out, pdl=pdl)[0]
+def rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    ids: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """x / rms(x) * scale for stored x [rows, hidden]; `out` may be columns of a wider tensor; ids as above."""
+    return add_rms_norm(x, None, scale, eps, out=out, ids=ids, pdl=pdl)[0]
