@@ -20,7 +20,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
 
 # SGLang's own head classes on a CPU: the engine without its compiled parts, in an environment of its own. What
-# stands in for the packages left out is listed in src/nextn/verify/sglang_worker.py and by `nextn verify`.
+# stands in for the packages left out is listed in src/nextn/verify/workers and by `nextn verify`.
 ENGINES := .venv-engines
 
 test-engines: export OMP_NUM_THREADS = 1

@@ -90,7 +90,7 @@ def check_load(facts: Facts, engine: str, python: str | None = None, rows: Path 
     missing = _lacks(interpreter, engine)
     if missing:
         return LoadCheck(engine, "unavailable", missing)
-    worker = Path(__file__).parent / WORKERS[engine]
+    worker = Path(__file__).parent / "workers" / WORKERS[engine]
     with tempfile.TemporaryDirectory() as folder:
         result, expected = Path(folder) / "result.json", Path(folder) / "expected.json"
         expected.write_text(json.dumps(_expected(facts)))

@@ -15,16 +15,13 @@ are written to RESULT.json.npz. Read in SGLang 0.5.23: ``model_loader/loader.py`
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
-import logging
 import os
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from nan_fill import fill, heard, install_stubs, keys_of, survivors
 
 MAY_BE_ABSENT = {
     "torchvision": "image transforms of multimodal processors",
@@ -32,73 +29,6 @@ MAY_BE_ABSENT = {
     "vllm": "compiled rotary kernel; SGLang's own plain rotary runs instead",
 }
 """Packages that SGLang imports without asking; empty modules replace them where they are not installed."""
-NAN_FP8 = 0x7F
-
-
-class _Absent:
-    """Stands for a class or function of a package that is not there; using it is an error."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise RuntimeError("a package that is not installed was called")
-
-
-class _Stub(types.ModuleType):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (_Absent,), {})
-
-
-class _Finder:
-    def __init__(self, names: set[str]) -> None:
-        self.names = names
-        self.used: set[str] = set()
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        root = name.split(".")[0]
-        if root not in self.names:
-            return None
-        self.used.add(root)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def install_stubs() -> _Finder:
-    """Stubs for what is absent. transformers looks first, so that it does not take a stub for the real thing."""
-    from transformers.utils import import_utils
-
-    import_utils.is_torchvision_available()
-    finder = _Finder({name for name in MAY_BE_ABSENT if importlib.util.find_spec(name) is None})
-    sys.meta_path.append(finder)  # type: ignore[arg-type]
-    return finder
-
-
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def _heard() -> Iterator[_Warnings]:
-    handler, logger = _Warnings(), logging.getLogger("sglang")
-    logger.addHandler(handler)
-    try:
-        yield handler
-    finally:
-        logger.removeHandler(handler)
 
 
 def start_engine(model: str) -> None:
@@ -137,45 +67,6 @@ def build(model: str, dtype: str) -> tuple[Any, Any, Any]:
         torch.set_default_dtype(before)
 
 
-def fill(module: Any) -> None:
-    """NaN in every floating parameter (FP8 by its NaN code), 0x5A bytes in integer ones.
-
-    Scales of the K/V cache are left: they are made with a value of their own, and checkpoints may do without.
-    """
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name.endswith((".k_scale", ".v_scale")):
-                continue
-            if parameter.dtype.itemsize == 1 and parameter.dtype.is_floating_point:
-                parameter.view(torch.uint8).fill_(NAN_FP8)
-            elif parameter.dtype.is_floating_point:
-                parameter.fill_(float("nan"))
-            else:
-                parameter.view(torch.uint8).fill_(0x5A)
-
-
-def survivors(module: Any) -> list[dict[str, Any]]:
-    """Parameters that still hold what `fill` wrote, with the share of elements that do."""
-    import torch
-
-    out = []
-    for name, parameter in module.named_parameters():
-        if parameter.dtype.itemsize == 1 and parameter.dtype.is_floating_point:
-            left = (parameter.view(torch.uint8) & 0x7F) == NAN_FP8
-        elif parameter.dtype.is_floating_point:
-            left = torch.isnan(parameter)
-        else:
-            left = parameter.view(torch.uint8) == 0x5A
-            if not left.all():
-                continue
-        if left.any():
-            share = float(left.float().mean())
-            out.append({"parameter": name, "shape": list(parameter.shape), "share": round(share, 6)})
-    return out
-
-
 def from_target(module: Any) -> list[str]:
     """Parameters that SGLang takes from the target model when both run (``set_embed_and_head``)."""
     if not hasattr(module, "get_embed_and_head"):
@@ -184,32 +75,9 @@ def from_target(module: Any) -> list[str]:
     return [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in shared]
 
 
-def keys_of(module: Any, left: list[dict[str, Any]], expected: dict[str, list[int]]) -> None:
-    """Add ``keys`` to each survivor: the checkpoint keys that the class would have put there, tried with zeros."""
-    import torch
-
-    places = dict(module.named_parameters())
-    before = {s["parameter"]: int(torch.isnan(places[s["parameter"]].float()).sum()) for s in left}
-    for survivor in left:
-        survivor["keys"] = []
-    for key, shape in expected.items():
-        try:
-            module.load_weights([(key, torch.zeros(shape, dtype=torch.get_default_dtype()))])
-        except Exception:
-            continue
-        for survivor in left:
-            name = survivor["parameter"]
-            now = int(torch.isnan(places[name].float()).sum())
-            if now < before[name]:
-                survivor["keys"].append(key)
-                before[name] = now
-        if not any(before.values()):
-            return
-
-
 def load(module: Any, loader: Any, config: Any) -> list[str]:
     """Feed the class from the checkpoint as SGLang does. Returns what it warned about."""
-    with _heard() as warnings:
+    with heard("sglang") as warnings:
         module.load_weights(loader._get_all_weights(config, module))
     return warnings.lines
 
@@ -257,7 +125,7 @@ def forward(module: Any, rows: dict[str, Any]) -> Any:
 def main(model: str, result: str, expected: str, rows: str | None) -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # SGLang's Triton kernels, run by Triton's interpreter
-    finder = install_stubs()
+    finder = install_stubs(MAY_BE_ABSENT)
     import sglang
 
     start_engine(model)
