@@ -37,7 +37,7 @@ STALE = 96
 CLOSE = 0.85
 SHARE = 0.02
 """Of all time that trials may lose."""
-FREE_ROUNDS = 16
+FREE_ROUNDS = 8
 """What trials may lose in the beginning, in rounds' times."""
 HYSTERESIS = 1.02
 """How much better another K must be to be changed to."""
@@ -238,7 +238,7 @@ class AutoLength:
         low, high = min(times), max(times)
         slope = (times[high] - times[low]) / (high - low) if high > low else None
         if k > high:
-            guess = times[high] + (slope or 0.0) * (k - high) / 2
+            guess = times[high] + 0.75 * (slope or 0.0) * (k - high)
         elif k < low:
             proportional = times[low] * (k + 1) / (low + 1)
             guess = proportional if slope is None else max(proportional, times[low] - 2 * slope * (low - k))
