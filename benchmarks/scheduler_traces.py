@@ -2,18 +2,20 @@
 
     python -m benchmarks.scheduler_traces --traces 10000 --out benchmarks/results/scheduler-traces.json
 
-Runs until so many are done or --minutes have passed, and records the true number; a trace that fails is named by its
-seed, and `run_trace(seed)` repeats it.
+Runs until so many are done or --minutes have passed. The record always holds the true number: it is written anew after
+every 100 traces. A trace that fails is named by its seed, and `run_trace(seed)` repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import time
 import traceback
 from collections import Counter
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,35 +25,44 @@ import torch
 from tests.engine.traces import run_trace
 
 
-def run(first: int, traces: int, minutes: float) -> dict[str, Any]:
-    """Counts over traces of the seeds from `first` on."""
-    totals: Counter[str] = Counter()
-    lengths: Counter[str] = Counter()
-    failed: list[dict[str, Any]] = []
-    started, processor, done = time.monotonic(), time.process_time(), 0
-    for seed in range(first, first + traces):
-        if time.monotonic() - started > 60 * minutes:
-            break
-        try:
-            outcome = run_trace(seed)
-        except Exception as error:
-            failed.append({"seed": seed, "error": "".join(traceback.format_exception_only(error)).strip()})
-        else:
-            for name in ("requests", "tokens", "rounds", "accepted", "pauses", "cancelled"):
-                totals[name] += getattr(outcome, name)
-            lengths["traces with several draft lengths"] += len(outcome.lengths) > 1
-            lengths["traces with pauses"] += outcome.pauses > 0
-        done += 1
-        if done % 500 == 0:
-            print(f"{done} traces, {len(failed)} failed", flush=True)
-    return {
-        "traces": done,
-        "failed": failed,
-        **totals,
-        **lengths,
-        "wall_seconds": round(time.monotonic() - started, 1),
-        "processor_seconds": round(time.process_time() - processor, 1),
-    }
+def attempt(seed: int) -> dict[str, Any]:
+    """One trace's counts, or what went wrong."""
+    torch.set_num_threads(1)
+    started = time.process_time()
+    try:
+        found: dict[str, Any] = asdict(run_trace(seed))
+    except Exception as error:
+        found = {"error": "".join(traceback.format_exception_only(error)).strip()}
+    return {"seed": seed, "seconds": time.process_time() - started, **found}
+
+
+class Totals:
+    """Sums over traces, and those that failed."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+        self.failed: list[dict[str, Any]] = []
+        self.sums: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    def add(self, found: dict[str, Any]) -> None:
+        self.traces += 1
+        self.seconds += found["seconds"]
+        if "error" in found:
+            self.failed.append({"seed": found["seed"], "error": found["error"]})
+            return
+        for name in ("requests", "tokens", "rounds", "accepted", "pauses", "cancelled"):
+            self.sums[name] += found[name]
+        self.sums["traces_with_several_draft_lengths"] += len(found["lengths"]) > 1
+        self.sums["traces_with_pauses"] += found["pauses"] > 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "traces": self.traces,
+            "failed": self.failed,
+            **self.sums,
+            "processor_seconds": round(self.seconds, 1),
+        }
 
 
 def main() -> None:
@@ -59,21 +70,33 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=1000, help="first seed")
     parser.add_argument("--traces", type=int, default=10000)
     parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scheduler-traces.json"))
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    result = run(options.first, options.traces, options.minutes)
-    record = {
-        "what": "random scheduler traces in float64; every request compared with itself alone",
-        "command": f"python -m benchmarks.scheduler_traces --first {options.first} --traces {options.traces}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()} CPU, one thread",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "first_seed": options.first,
-        **result,
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1))
+    totals, started = Totals(), time.monotonic()
+
+    def record() -> None:
+        out = {
+            "what": "random scheduler traces in float64; every request compared with itself alone",
+            "command": f"python -m benchmarks.scheduler_traces --first {options.first} --traces {options.traces}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": f"{platform.machine()} CPU, {options.jobs} processes of one thread",
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            **totals.as_json(),
+            "wall_seconds": round(time.monotonic() - started, 1),
+        }
+        options.out.write_text(json.dumps(out, indent=1) + "\n")
+
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for found in pool.imap(attempt, range(options.first, options.first + options.traces)):
+            totals.add(found)
+            if totals.traces % 100 == 0:
+                record()
+            if time.monotonic() - started > 60 * options.minutes:
+                break
+        pool.terminate()
+    record()
+    print(options.out.read_text())
 
 
 if __name__ == "__main__":
