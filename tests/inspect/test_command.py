@@ -15,8 +15,10 @@ from nextn.checkpoint.source import open_checkpoint
 from nextn.inspect.engines.versions import ENGINES
 from tests.checkpoint.test_hub import REPO, Server
 from tests.checkpoint.test_hub import server as server
+from tests.families.published import PUBLISHED
 from tests.fixtures import HEAD_SHARD, TRUNK_SHARD, Folder, checkpoint, qwen3_5, qwen3_5_moe
 from tests.inspect import cases
+from tests.inspect.test_families import folder_of
 
 KEYS = {
     "source", "family", "architectures", "declared_layers", "declared_by", "heads_found", "complete", "tensors",
@@ -74,6 +76,9 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["/no/such/folder"], "neither a folder"),
+        ([""], "source is empty"),
+        (["{}", "--engine", "sglang=0.5.17"], "sglang==0.5.17"),
+        (["{}", "--engine", "sglang>=0.5.17"], "sglang==0.5.17"),
         (["{}", "--engine", "tgi"], "names no engine"),
         (["{}", "--engine", "vllm==new"], "names no version"),
     ],
@@ -167,12 +172,33 @@ def test_memory_counts_every_byte_once(tmp_path: Path, capsys: pytest.CaptureFix
         "embedding_bytes": 2 * vocab * hidden,
         "output_head_bytes": 2 * vocab * hidden,
         "bytes": 4 * vocab * hidden,
+        "per_rank_bytes": 4 * vocab * hidden,
     }
     _, four = answer(capsys, root, "--tp", "4")
     whole = memory["parts"]["norms"] + memory["parts"]["fusion"]
     keys_and_values = 2 * 2 * (2 * 256) * hidden
     rest = memory["per_rank_bytes"] - whole - keys_and_values
     assert four["memory"]["per_rank_bytes"] == whole + keys_and_values // 2 + rest // 4
+    assert four["memory"]["second_load"]["per_rank_bytes"] == vocab * hidden
+
+
+def test_copies_are_not_loaded_and_a_heads_own_output_is_no_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deepseek = folder_of(PUBLISHED["DeepSeek-V3"])
+    plain = answer(capsys, str(deepseek.write(tmp_path / "plain")))[1]["memory"]
+    hidden, vocab = 7168, 129_280
+    deepseek.put(
+        {f"model.layers.61.{k}.weight": ("BF16", (vocab, hidden)) for k in ("embed_tokens", "shared_head.head")}
+    )
+    copies = answer(capsys, str(deepseek.write(tmp_path / "copies")))[1]["memory"]
+    assert copies["parts"]["copies"] == 2 * 2 * vocab * hidden
+    assert copies["per_rank_bytes"] == plain["per_rank_bytes"]
+    case = PUBLISHED["Step-3.5-Flash"]
+    step = answer(capsys, str(folder_of(case).write(tmp_path / "step")))[1]["memory"]
+    assert "copies" not in step["parts"]
+    assert step["parts"]["output head"] == 3 * 2 * case.config["vocab_size"] * case.config["hidden_size"]
+    assert step["second_load"]["output_head_bytes"] == 0
 
 
 def test_diff_between_storages_compares_expert_by_expert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +216,31 @@ def test_diff_between_storages_compares_expert_by_expert(tmp_path: Path, capsys:
     assert [c["name"] for c in got["diff"]["changed"]] == ["mtp.0.block.moe.experts.1.up.weight"]
     _, out, _ = run(capsys, str(split), "--diff", str(stacked))
     assert "1 changed" in out
+
+
+def test_diff_says_why_nothing_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = str(cases.report_01(True).write(tmp_path / "lost"))
+    _, got = answer(capsys, lost, "--diff", lost)
+    assert got["diff"]["identical"] is False
+    assert got["diff"]["note"] == f"There is nothing to compare: {lost} holds no head."
+    _, out, _ = run(capsys, lost, "--diff", lost)
+    assert "There is nothing to compare" in out
+
+
+def test_diff_of_an_unknown_family_goes_by_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(qwen3_5(64, 128, 4, 1, 1, 4))
+    folder.config = {"model_type": "brand_new"}
+    one, two = str(folder.write(tmp_path / "one")), folder.write(tmp_path / "two")
+    _, got = answer(capsys, one, "--diff", str(two))
+    assert got["diff"]["identical"] is True
+    assert set(got["diff"]["equal"]) == set(folder.head)
+    assert "family is unknown" in got["diff"]["note"]
+    info = open_checkpoint(two).tensors["mtp.norm.weight"]
+    with (two / info.file).open("r+b") as file:
+        file.seek(info.start)
+        file.write(b"\x80\x3f")
+    _, got = answer(capsys, one, "--diff", str(two))
+    assert [c["name"] for c in got["diff"]["changed"]] == ["mtp.norm.weight"]
 
 
 def test_diff_says_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

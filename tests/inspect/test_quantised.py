@@ -353,3 +353,9 @@ def test_reasons_are_codes_of_findings_whatever_the_lists_say(
         assert (verdict.verdict == "fails") == bool(verdict.error), name
     unlisted = {f.code: f.tensors for f in report.findings}.get("quant-unlisted", ())
     assert all(key.removesuffix(".weight") not in texts for key in unlisted)
+
+
+def test_warnings_of_the_expression_compiler_do_not_reach_the_user(recwarn: pytest.WarningsRecorder) -> None:
+    scheme = read_scheme(compressed(["re:[[a]mtp.*"]), "config.json", "quantization_config")
+    assert scheme.claims_quantised("mtp.fc")
+    assert [w for w in recwarn if issubclass(w.category, FutureWarning)] == []

@@ -161,7 +161,7 @@ def test_a_truncated_file(tmp_path: Path) -> None:
 
 
 def fill(root: Path, value: Any, *, norms: float | None = None, seed: int = 0) -> None:
-    """Write values into a head: a number, or "normal"; norms may hold another number."""
+    """Write values into a head: a number, "normal" or "uniform"; norms may hold another number."""
     rng = np.random.default_rng(seed)
     listed = open_checkpoint(root)
     for key, info in listed.tensors.items():
@@ -172,12 +172,19 @@ def fill(root: Path, value: Any, *, norms: float | None = None, seed: int = 0) -
             numbers = np.full(count, norms, np.float32)
         elif value == "normal":
             numbers = rng.standard_normal(count).astype(np.float32) * 0.02
+        elif value == "uniform":
+            numbers = rng.uniform(-0.05, 0.05, count).astype(np.float32)
         else:
             numbers = np.full(count, value, np.float32)
-        raw = (numbers.view(np.uint32) >> 16).astype("<u2").tobytes()
-        with (root / info.file).open("r+b") as file:
-            file.seek(info.start)
-            file.write(raw)
+        write_values(root, key, numbers)
+
+
+def write_values(root: Path, key: str, numbers: Any) -> None:
+    """Store float32 numbers as a tensor's bfloat16."""
+    info = open_checkpoint(root).tensors[key]
+    with (root / info.file).open("r+b") as file:
+        file.seek(info.start)
+        file.write((numbers.view(np.uint32) >> 16).astype("<u2").tobytes())
 
 
 def measured(root: Path) -> dict[str, str]:
@@ -197,6 +204,57 @@ def test_values_that_no_training_gives(tmp_path: Path) -> None:
     assert measured(root) == {"values-untrained": "warning"}
     fill(root, "normal", norms=0.25)
     assert measured(root) == {}
+    fill(root, "uniform", norms=0.0)
+    assert measured(root) == {"values-untrained": "warning"}, "nn.Linear starts uniform"
+    fill(root, "uniform", norms=0.25)
+    assert measured(root) == {}
+
+
+@pytest.mark.parametrize(("family", "value"), [("qwen3_5", -1.0), ("llama", 0.0)])
+def test_a_norm_that_multiplies_by_zero(family: str, value: float, tmp_path: Path) -> None:
+    """Qwen's norms multiply by 1 + w, the others by w."""
+    folder = small()
+    if family == "llama":
+        text = folder.config["text_config"]
+        folder.config = {"model_type": "llama", "num_nextn_predict_layers": 1} | {
+            k: v for k, v in text.items() if k != "model_type"
+        }
+        folder.head["mtp.layers.0.self_attn.q_proj.weight"] = ("BF16", (512, 256))
+        folder.drop(lambda k: k.startswith("mtp.layers.0.self_attn.") and k.endswith("_norm.weight"))
+    root = folder.write(tmp_path)
+    fill(root, "normal", norms=0.5)
+    assert "values-zero" not in measured(root)
+    write_values(root, "mtp.norm.weight", np.full(256, value, np.float32))
+    assert measured(root)["values-zero"] == "error"
+    write_values(root, "mtp.norm.weight", np.full(256, -1.0 - value, np.float32))
+    assert "values-zero" not in measured(root)
+
+
+@pytest.mark.parametrize(("key", "rows"), [("gate_up_proj", (16, 32)), ("down_proj", (0, 64))])
+def test_an_expert_of_zeros_in_a_stacked_tensor(key: str, rows: tuple[int, int], tmp_path: Path) -> None:
+    root = checkpoint(qwen3_5_moe(64, 4, 16, 4), experts="grouped").write(tmp_path)
+    fill(root, "normal", norms=0.25)
+    assert measured(root) == {"experts-grouped": "info"}
+    info = open_checkpoint(root).tensors[f"mtp.layers.0.mlp.experts.{key}"]
+    values = np.random.default_rng(2).normal(size=info.shape).astype(np.float32)
+    values[2, slice(*rows)] = 0
+    write_values(root, info.key, values)
+    report = examine(open_checkpoint(root), values=lambda done, total: None)
+    assert tensors(report, "values-zero") == (info.key,)
+    assert "(experts 2)" in report.findings[0].message
+
+
+def test_values_that_are_stored_quantised_are_said_to_be_unchecked(tmp_path: Path) -> None:
+    folder = small(quant_method="awq", bits=4, modules_to_not_convert=["mtp.fc"])
+    module = "mtp.layers.0.mlp.down_proj"
+    del folder.head[f"{module}.weight"]
+    parts = {"qweight": ("I32", (512, 32)), "qzeros": ("I32", (4, 32)), "scales": ("F16", (4, 256))}
+    folder.put({f"{module}.{part}": entry for part, entry in parts.items()})
+    root = folder.write(tmp_path)
+    fill(root, "normal", norms=0.25)
+    report = examine(open_checkpoint(root), values=lambda done, total: None)
+    assert tensors(report, "values-unchecked") == (f"{module}.qweight",)
+    assert "1 of 15 head tensors" in next(f.message for f in report.findings if f.code == "values-unchecked")
 
 
 def test_findings_are_ordered_by_severity_and_say_what_to_do(tmp_path: Path) -> None:

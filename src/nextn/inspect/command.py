@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -11,12 +12,15 @@ import typer
 
 from nextn.assets import embedded_model
 from nextn.checkpoint.source import Checkpoint, open_checkpoint
+from nextn.errors import NextnError
 from nextn.inspect.diff import diff
 from nextn.inspect.engines.versions import parse_engine
 from nextn.inspect.examine import examine
 from nextn.inspect.facts import gather
 from nextn.inspect.memory import memory
 from nextn.inspect.tensormap import tensor_map
+
+QUIET_SECONDS, LINE_SECONDS = 2.0, 10.0
 
 
 def inspect(
@@ -40,7 +44,9 @@ def inspect(
 ) -> None:
     """Say what MTP head a checkpoint carries and which engines run it."""
     name, version = parse_engine(engine) if engine else (None, None)
-    checkpoint = _open(source or str(embedded_model()), revision, token)
+    if source == "":
+        raise NextnError("The source is empty.", "Name a folder, a file or a hub repository.")
+    checkpoint = _open(source if source is not None else str(embedded_model()), revision, token)
     report = examine(
         checkpoint, {name: version} if name and version else {}, values=_progress("values") if values else None
     )
@@ -80,12 +86,17 @@ def _open(source: str, revision: str | None, token: str | None) -> Checkpoint:
 
 
 def _progress(what: str) -> Callable[[int, int], None]:
-    """A counter on the terminal's error stream; nothing elsewhere."""
-    shown = sys.stderr.isatty()
+    """A counter on a terminal's error stream; elsewhere a line every few seconds, from the third on."""
+    on_terminal = sys.stderr.isatty()
+    last = time.monotonic() - LINE_SECONDS + QUIET_SECONDS
 
     def report(done: int, total: int) -> None:
-        if shown:
+        nonlocal last
+        if on_terminal:
             print(f"\r{what}: {done} of {total} ", end="", file=sys.stderr, flush=True)
+        elif (now := time.monotonic()) - last >= LINE_SECONDS:
+            last = now
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
     return report
 

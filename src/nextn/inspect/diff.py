@@ -39,13 +39,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """How two heads differ. Names are canonical; experts are compared one by one whatever the storage."""
+    """How two heads differ. Names are canonical; experts are compared one by one whatever the storage.
+
+    Attributes:
+        note: why nothing was compared, or what the names are where they are not canonical; "" elsewhere.
+    """
 
     other: str
     equal: tuple[str, ...]
     changed: tuple[Change, ...]
     missing: tuple[str, ...]
     added: tuple[str, ...]
+    note: str = ""
 
     @property
     def identical(self) -> bool:
@@ -62,6 +67,7 @@ class Diff:
             ],
             "missing": list(self.missing),
             "added": list(self.added),
+            "note": self.note,
         }
 
 
@@ -85,11 +91,26 @@ def diff(first: Facts, second: Facts) -> Diff:
             changed.append(change)
     missing = tuple(n for n in mine if n not in theirs)
     added = tuple(n for n in theirs if n not in mine)
-    return Diff(second.checkpoint.source, tuple(equal), tuple(changed), missing, added)
+    return Diff(second.checkpoint.source, tuple(equal), tuple(changed), missing, added, _note(first, second))
+
+
+def _note(first: Facts, second: Facts) -> str:
+    bare = list(dict.fromkeys(f.checkpoint.source for f in (first, second) if not f.head and not f.lookalikes))
+    if bare:
+        return f"There is nothing to compare: {' and '.join(bare)} {'hold' if len(bare) > 1 else 'holds'} no head."
+    if first.family is None or second.family is None:
+        return "The family is unknown: tensors that look like a head's are compared by their keys."
+    return ""
 
 
 def pieces(facts: Facts) -> Iterator[tuple[str, Piece]]:
-    """Canonical name -> bytes, with stacked experts taken apart: gate first, then up (rows of ``gate_up``)."""
+    """Canonical name -> bytes, with stacked experts taken apart: gate first, then up (rows of ``gate_up``).
+
+    Where the family is unknown, the keys that look like a head's.
+    """
+    for key in facts.lookalikes:
+        info = facts.checkpoint.tensors[key]
+        yield key, Piece(info, 0, info.nbytes, info.shape)
     for name, tensor in facts.head.items():
         info = tensor.weight
         if (

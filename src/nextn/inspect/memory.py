@@ -26,7 +26,8 @@ class Memory:
         parts: part of the head -> bytes.
         ranks: tensor-parallel ranks.
         per_rank_bytes: the head's share of the rank that holds most: matrices are split, norms and routers are
-            repeated, K and V are repeated where there are more ranks than K/V heads, the fusion is repeated.
+            repeated, K and V are repeated where there are more ranks than K/V heads, the fusion is repeated. Copies of
+            shared tensors are not loaded.
         embedding_bytes, output_head_bytes: what a draft loaded as a second model would hold again, all ranks together.
     """
 
@@ -45,12 +46,16 @@ class Memory:
                 "embedding_bytes": self.embedding_bytes,
                 "output_head_bytes": self.output_head_bytes,
                 "bytes": self.embedding_bytes + self.output_head_bytes,
+                "per_rank_bytes": -(-(self.embedding_bytes + self.output_head_bytes) // self.ranks),
             },
         }
 
 
 def part_of(tensor: HeadTensor) -> str:
-    return next((part for part, words in PARTS if any(word in tensor.name for word in words)), "other")
+    part = next((part for part, words in PARTS if any(word in tensor.name for word in words)), "other")
+    if part != "copies" or tensor.spec.optional:
+        return part
+    return "embedding" if ".embed." in tensor.name else "output head"
 
 
 def memory(facts: Facts, ranks: int = 1) -> Memory:
@@ -61,6 +66,8 @@ def memory(facts: Facts, ranks: int = 1) -> Memory:
     for tensor in facts.head.values():
         part = part_of(tensor)
         parts[part] = parts.get(part, 0) + tensor.nbytes
+        if part == "copies":
+            continue
         if part in ("norms", "fusion"):
             ways = 1
         elif tensor.name.endswith((".attn.k.weight", ".attn.v.weight")):
@@ -69,6 +76,10 @@ def memory(facts: Facts, ranks: int = 1) -> Memory:
             ways = ranks
         share += -(-tensor.nbytes // ways)
     embedding, output = _shared(facts)
+    if "output head" in parts:
+        output = 0
+    if "embedding" in parts:
+        embedding = 0
     return Memory(dict(sorted(parts.items())), ranks, share, embedding, output)
 
 

@@ -164,7 +164,8 @@ def _facts(report: Report, memory: Memory | None) -> Table:
             table.add_row(f"a rank of {memory.ranks}", megabytes(memory.per_rank_bytes))
         extra = memory.embedding_bytes + memory.output_head_bytes
         if extra:
-            table.add_row("a second load adds", f"{megabytes(extra)} of embedding and output head")
+            each = f", {megabytes(-(-extra // memory.ranks))} a rank" if memory.ranks > 1 else ""
+            table.add_row("a second load adds", f"{megabytes(extra)} of embedding and output head{each}")
     return table
 
 
@@ -199,6 +200,8 @@ def _diff(console: Console, diff: Diff) -> None:
     if diff.identical:
         console.print(words(f"The head is identical, byte for byte, to that of {diff.other}.", "bold yellow"))
         return
+    if diff.note:
+        console.print(words(diff.note))
     counts = f"{len(diff.equal)} equal, {len(diff.changed)} changed"
     console.print(
         words(f"Against {diff.other}: {counts}, {len(diff.missing)} only here, {len(diff.added)} only there.")
