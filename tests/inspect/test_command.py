@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from nextn import cli
 from nextn.checkpoint.source import open_checkpoint
+from nextn.inspect.command import _progress
 from nextn.inspect.engines.versions import ENGINES
 from tests.checkpoint.test_hub import REPO, Server
 from tests.checkpoint.test_hub import server as server
@@ -342,3 +344,24 @@ def test_names_from_files_cannot_drive_the_terminal(tmp_path: Path, capsys: pyte
         assert "[red].weight" in out
     _, got = answer(capsys, str(root))
     assert got["engines"]["vllm"]["command"].startswith(f"vllm serve '{root}' ")
+
+
+def test_a_number_keeps_its_unit_on_a_narrow_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, str(checkpoint(qwen3_5_moe(experts=8)).write(tmp_path)))
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert any(line.endswith("MB,") for line in lines), "the memory facts take more than one line"
+    assert not any(re.fullmatch(r"\s*(kB|MB|GB).*", line) for line in lines)
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 1.0, 2.5, 3.0, 13.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    report = _progress("headers")
+    for done in range(1, 5):
+        report(done, 9)
+    assert capsys.readouterr().err == "headers: 2 of 9\nheaders: 4 of 9\n"

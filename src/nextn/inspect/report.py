@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from nextn.inspect.engines.table import ENGINE
 from nextn.inspect.examine import Report
 from nextn.inspect.findings import Finding
 from nextn.inspect.memory import Memory
-from nextn.inspect.rules.words import plural
+from nextn.inspect.rules.words import plural, together
 
 COLOURS = {
     "error": "bold red",
@@ -70,7 +70,7 @@ def headline(report: Report) -> tuple[str, str]:
     less = [v for v in ("fails", "degraded") if any(e.verdict == v for e in report.engines.values())]
     if less:
         engines = [ENGINE[name].title for name, e in report.engines.items() if e.verdict in less]
-        return f"{sentence}. Nothing to fix, but not every engine runs it whole: see {', '.join(engines)}.", "yellow"
+        return f"{sentence}. Nothing to fix, but not every engine runs it whole: see {together(engines)}.", "yellow"
     return f"{sentence}. Nothing to fix.", "bold green"
 
 
@@ -79,6 +79,18 @@ def megabytes(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:.2f} GB"
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
+def wrapped(parts: Sequence[str], width: int) -> str:
+    """Parts with commas between, broken into lines between parts only, so that a number keeps its unit."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
+            lines[-1] += ","
+            lines.append(part)
+        else:
+            lines[-1] += f", {part}" if lines[-1] else part
+    return "\n".join(lines)
 
 
 def show(
@@ -94,7 +106,7 @@ def show(
     sentence, colour = headline(report)
     console.print(words(sentence, style=colour))
     console.print()
-    console.print(_facts(report, memory))
+    console.print(_facts(report, memory, console.width))
     if report.findings:
         console.print()
     for finding in report.findings:
@@ -127,11 +139,11 @@ def show(
         _diff(console, diff)
 
 
-def _facts(report: Report, memory: Memory | None) -> Table:
+def _facts(report: Report, memory: Memory | None, width: int) -> Table:
     facts = report.facts
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold", ratio=1)
+    table.add_column(overflow="fold")
     names = report.as_json()["architectures"]
     table.add_row("source", safe(facts.checkpoint.source))
     table.add_row("family", f"{facts.family.name}  ({facts.family.block})" if facts.family else "unknown")
@@ -156,10 +168,8 @@ def _facts(report: Report, memory: Memory | None) -> Table:
             "read", f"{remote.bytes_read:,} bytes in {remote.requests} requests, commit {safe(remote.commit[:12])}"
         )
     if memory is not None and facts.head:
-        parts = ", ".join(
-            f"{part} {megabytes(n)}".replace(" ", "\N{NO-BREAK SPACE}") for part, n in memory.parts.items()
-        )
-        table.add_row("memory", parts)
+        parts = [f"{part} {megabytes(n)}" for part, n in memory.parts.items()]
+        table.add_row("memory", wrapped(parts, width - 22))
         if memory.ranks > 1:
             table.add_row(f"a rank of {memory.ranks}", megabytes(memory.per_rank_bytes))
         extra = memory.embedding_bytes + memory.output_head_bytes

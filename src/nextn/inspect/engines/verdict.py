@@ -121,6 +121,9 @@ def _judge_nextn(case: Case, codes: frozenset[str], version: str) -> Verdict:
     if not facts.family or not facts.family.target:
         note = "nextn decodes Qwen3.5, Qwen3-Next and plain dense targets; run this one in SGLang or vLLM."
         return Verdict("unsupported", version=version, basis=basis, notes=(note,))
+    if case.scheme is None and facts.checkpoint.config.get("quantization_config"):
+        note = "config.json holds a quantization_config that cannot be read; nextn decodes full-precision weights."
+        return Verdict("unsupported", version=version, basis=basis, notes=(note,))
     if case.scheme is not None:
         note = f"nextn decodes full-precision weights; this checkpoint is {case.scheme.method}: use SGLang or vLLM."
         return Verdict("unsupported", version=version, basis=basis, notes=(note,))

@@ -14,7 +14,7 @@ from nextn.inspect.engines.table import ENGINE
 from nextn.inspect.engines.verdict import Verdict
 from nextn.inspect.findings import Finding
 from nextn.inspect.quant.claims import HeadModule
-from nextn.inspect.rules.words import listing, plural
+from nextn.inspect.rules.words import plural, together
 
 RAISED_WHERE_AN_ENGINE_FAILS = frozenset(
     {
@@ -44,7 +44,7 @@ def heads_unused(case: Case, verdicts: Mapping[str, Verdict]) -> Iterator[Findin
             "heads-unused",
             "error" if failing else "info",
             f"The checkpoint holds {len(case.facts.layers)} head layers, more than "
-            f"{listing([ENGINE[n].title for n in limited], 6)} {'runs' if len(limited) == 1 else 'run'}.",
+            f"{together([ENGINE[n].title for n in limited])} {'runs' if len(limited) == 1 else 'run'}.",
             "Choose an engine that runs all of them, or expect the acceptance of the first.",
             extra,
         )
@@ -58,7 +58,7 @@ def head_prefix(case: Case, verdicts: Mapping[str, Verdict]) -> Iterator[Finding
     keys = tuple(t.weight.key for t in facts.head.values())
     with_target = family.head[0].key.startswith("model.")
     bare = keys[0].removeprefix(facts.prefix)
-    titles = listing([ENGINE[n].title for n in blind], 6)
+    titles = together([ENGINE[n].title for n in blind])
     yield Finding(
         "head-prefix",
         "warning",
@@ -87,20 +87,19 @@ def quant_runtime_name(case: Case, verdicts: Mapping[str, Verdict]) -> Iterator[
     kinds = kinds_of(case)
     scheme = case.scheme
     engines = [e for e in ("sglang", "vllm") if "quant-runtime-name" in verdicts[e].reasons]
-    told: dict[str, tuple[str, ...]] = {}
+    told: dict[str, str] = {}
     modules: dict[str, HeadModule] = {}
     split = False
     for engine in engines:
         support = next(s for s in SUPPORT[engine] if any(k in kinds for k in s.kinds))
         found = [c for c in clashes(case, engine, support, verdicts[engine].version) if c.code == "quant-runtime-name"]
-        told[engine] = tuple(sorted({c.runtime for c in found}))
+        told |= {c.runtime: c.modules[0].module for c in reversed(found)}
         modules |= {m.module: m for c in found for m in c.modules}
         split |= any(c.kind == "split" for c in found)
     if not engines or scheme is None:
         return
-    names = [n for e in engines for n in told[e]]
-    titles = listing([ENGINE[e].title for e in engines])
-    first = next(iter(modules))
+    names = list(reversed(told))
+    titles = together([ENGINE[e].title for e in engines])
     own = {t.module for t in case.facts.head.values()}
     layers = {_layer(m) for m in case.claims.modules if m not in own} - {None}
     shadowed = any(_layer(n) in layers for n in names)
@@ -121,7 +120,7 @@ def quant_runtime_name(case: Case, verdicts: Mapping[str, Verdict]) -> Iterator[
         "quant-runtime-name",
         "warning",
         f"The list exempts {plural(len(modules), 'head tensor')} that {titles} {does}: "
-        f"the entries do not match {names[0]}, the name there for {first}{too}.",
+        f"the entries do not match {names[0]}, the name there for {told[names[0]]}{too}.",
         advice,
         tuple(m.tensor.weight.key for m in modules.values()),
         command,

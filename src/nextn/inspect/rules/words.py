@@ -14,3 +14,8 @@ def listing(names: Sequence[str], most: int = 3) -> str:
     """The first few names and how many more there are."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def together(names: Sequence[str]) -> str:
+    """``together(["a", "b", "c"]) == "a, b and c"``."""
+    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
