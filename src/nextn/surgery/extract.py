@@ -38,7 +38,7 @@ def plan_extract(model: Checkpoint, out: Path) -> Plan:
         prefix=facts.prefix if in_model_tree(family) else "",
         storage="grouped" if facts.stacked else "split",
         dtype=lambda name, stored: stored,
-        keep_quantised=True,
+        keep_quantised=lambda module: True,
     )
     head = head_pieces(facts, wanted)
     pieces = in_file_order(head.pieces)

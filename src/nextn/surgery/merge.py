@@ -8,6 +8,7 @@ out.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from nextn.checkpoint.source import INDEX_NAME, Checkpoint
 from nextn.errors import NextnError
 from nextn.families.contract import Family, join
 from nextn.inspect.facts import Facts, gather
+from nextn.inspect.quant.read import read_schemes
 from nextn.surgery import base as about_base
 from nextn.surgery.check import require_family, require_fit, require_whole
 from nextn.surgery.exempt import exempt
 from nextn.surgery.extract import QUANT_FILE
-from nextn.surgery.names import LAYER, head_names
+from nextn.surgery.names import LAYER, fused_with, head_names
 from nextn.surgery.pieces import HeadPieces, Wanted, head_pieces, in_model_tree
 from nextn.surgery.plan import Edit, Link, LinkMode, Part, Piece, Plan, Shard, Text, piece_bytes
+from nextn.surgery.result import judged, listed
 from nextn.surgery.settings import (
     edits,
     is_quantised,
@@ -90,7 +93,7 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
     if is_quantised(config) or method(config, beside):
         config, quant = _exempted(config, beside, base, old, family, parts, pieces, layers)
     texts, changed = _texts(base, config, quant, index)
-    return Plan(
+    plan = Plan(
         action="merge",
         out=out,
         family=family.name,
@@ -114,6 +117,8 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
         left_out=parts.left_out,
         notes=_notes(base, facts, old, taken, options),
     )
+    verdicts = judged(listed(plan, base, taken.names), base, plan.head, options.engine)
+    return replace(plan, notes=(*plan.notes, *verdicts))
 
 
 def _refuse_inside(root: Path, out: Path) -> None:
@@ -147,7 +152,7 @@ def _wanted(base: Facts, head: Facts, old: frozenset[str], options: MergeOptions
         prefix=prefix,
         storage=storage,
         dtype=dtype,
-        keep_quantised=_same_scheme(checkpoint, head.checkpoint),
+        keep_quantised=_keeping(checkpoint, head.checkpoint),
     )
 
 
@@ -158,6 +163,14 @@ def _prefix(base: Checkpoint, family: Family) -> str:
     starts = {m[0] for m in map(LAYER.match, base.tensors) if m and m["n"] == "0"}
     longest_first = sorted(family.prefixes, key=len, reverse=True)
     return next((p for p in longest_first if join(p, "model.layers.0.") in starts), "")
+
+
+def _keeping(base: Checkpoint, head: Checkpoint) -> Callable[[str], bool]:
+    """Whether a quantised head module stays so: its scheme is the base's, whose lists exempt no part of what it fuses."""
+    if not _same_scheme(base, head):
+        return lambda module: False
+    schemes = read_schemes(base)
+    return lambda module: all(s.claims_quantised(name) for s in schemes for name in fused_with(module))
 
 
 def _same_scheme(base: Checkpoint, head: Checkpoint) -> bool:
@@ -211,7 +224,7 @@ def _files(base: Checkpoint, old: frozenset[str], options: MergeOptions) -> _Tak
         else:
             links.append(Link(path.resolve(), name, options.link, path.stat().st_size))
     head_file = _free_name({*base.files, *base.absent_files} if options.in_place else set(names))
-    if names == {"model.safetensors": "model.safetensors"} and base.index is None and not options.in_place:
+    if names == {"model.safetensors": "model.safetensors"} and not options.in_place:
         # A loader that finds model.safetensors reads no index; as one of two shards it is found through it.
         first, head_file = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
         names = {"model.safetensors": first}

@@ -78,6 +78,14 @@ def head_names(family: Family, shapes: Mapping[str, Sequence[int]], quantised: I
     )
 
 
+def fused_with(module: str) -> tuple[str, ...]:
+    """A module and those that engines build as one with it: q/k/v, gate/up, and all three of a routed expert."""
+    parent, _, last = module.rpartition(".")
+    if ".experts." in module and last in ("gate_proj", "up_proj", "down_proj"):
+        return tuple(f"{parent}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+    return next((tuple(f"{parent}.{s}" for s in shards) for _, shards in FUSED if last in shards), (module,))
+
+
 def root_of(module: str, layers: int) -> str:
     """The shortest prefix of a module that only the head has."""
     match = LAYER.match(module + ".")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from nextn.checkpoint.source import Checkpoint
 from nextn.checkpoint.tensors import TensorInfo
 from nextn.errors import NextnError
 from nextn.families.contract import Dims, Family
 from nextn.inspect.facts import Facts, HeadTensor
 from nextn.surgery.plan import Part, Piece
+from nextn.surgery.remote import BlockReader
 
 Storage = Literal["split", "grouped"]
 SPLIT = re.compile(r"(?P<at>.+)\.(?P<e>\d+)\.(?P<which>gate|up|down)\.weight")
@@ -54,7 +54,7 @@ class Wanted:
         prefix: before the head's keys.
         storage: of routed experts.
         dtype: (canonical name, stored dtype) -> dtype to write.
-        keep_quantised: keep weights that are stored quantised, with their scales.
+        keep_quantised: module in the result -> whether a weight that is stored quantised stays so, with its scales.
     """
 
     family: Family
@@ -63,16 +63,34 @@ class Wanted:
     prefix: str
     storage: Storage
     dtype: Callable[[str, str], str]
-    keep_quantised: bool
+    keep_quantised: Callable[[str], bool]
 
 
-def part_of(checkpoint: Checkpoint, info: TensorInfo) -> Part:
-    """The bytes of a listed tensor, on disk or on the hub."""
-    if checkpoint.root is not None:
-        return Part(checkpoint.root / info.file, info.start, info.nbytes, info.dtype)
-    read = checkpoint.read_range
+Parts = Callable[[TensorInfo], Part]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a head comes from: what gives the bytes of its tensors, and its config."""
+
+    part: Parts
+    config: Mapping[str, Any]
+
+
+def parts_of(facts: Facts) -> Parts:
+    """Gives the bytes of a head's tensors, on disk or on the hub."""
+    checkpoint = facts.checkpoint
+    root, read = checkpoint.root, checkpoint.read_range
+    if root is not None:
+        return lambda info: Part(root / info.file, info.start, info.nbytes, info.dtype)
     assert read is not None, checkpoint.source
-    return Part(Path(info.file), info.start, info.nbytes, info.dtype, lambda at, n: read(info.file, at, n))
+    spans: dict[str, tuple[int, int]] = {}
+    for tensor in facts.head.values():
+        for info in (tensor.weight, *tensor.scales):
+            first, last = spans.get(info.file, (info.start, 0))
+            spans[info.file] = min(first, info.start), max(last, info.start + info.nbytes)
+    readers = {file: BlockReader(read, file, first, last) for file, (first, last) in spans.items()}
+    return lambda info: Part(Path(info.file), info.start, info.nbytes, info.dtype, readers[info.file])
 
 
 def in_model_tree(family: Family) -> bool:
@@ -90,6 +108,7 @@ def head_pieces(facts: Facts, wanted: Wanted) -> HeadPieces:
         NextnError: a quantised tensor that can neither be kept nor converted.
     """
     out = HeadPieces()
+    source = Source(parts_of(facts), facts.checkpoint.config)
     rest: dict[str, HeadTensor] = {}
     for name, tensor in facts.head.items():
         if is_shared_copy(tensor, wanted.family, wanted.dims):
@@ -97,12 +116,12 @@ def head_pieces(facts: Facts, wanted: Wanted) -> HeadPieces:
             out.left_out |= {s.key: "scale of a copy" for s in tensor.scales}
         else:
             rest[name] = tensor
-    regrouped = _regroup(facts.checkpoint, rest, wanted, out)
+    regrouped = _regroup(source, rest, wanted, out)
     for name, tensor in rest.items():
         if name in regrouped:
             continue
         key = wanted.family.key_of(name, prefix=wanted.prefix, layers=wanted.layers, experts=wanted.storage)
-        _one(facts.checkpoint, name, tensor, key, wanted, out)
+        _one(source, name, tensor, key, wanted, out)
     return out
 
 
@@ -114,36 +133,38 @@ def is_shared_copy(tensor: HeadTensor, family: Family, dims: Dims) -> bool:
     return sharing == "shared" or (sharing == "tied" and bool(dims.get("tied")))
 
 
-def _one(checkpoint: Checkpoint, name: str, tensor: HeadTensor, key: str, wanted: Wanted, out: HeadPieces) -> None:
+def _one(source: Source, name: str, tensor: HeadTensor, key: str, wanted: Wanted, out: HeadPieces) -> None:
     weight = tensor.weight
-    source = part_of(checkpoint, weight)
+    bytes_of = source.part(weight)
     if tensor.form == "full":
-        _add(out, Piece(key, name, wanted.dtype(name, weight.dtype), weight.shape, (source,), (weight.key,)))
+        _add(out, Piece(key, name, wanted.dtype(name, weight.dtype), weight.shape, (bytes_of,), (weight.key,)))
         out.full.append(key)
         out.left_out |= {s.key: "stale scale: its weight is in full precision" for s in tensor.scales}
         return
-    if wanted.keep_quantised:
-        stem, new_stem = tensor.module, key.removesuffix(".weight")
+    new_stem = key.removesuffix(".weight")
+    if wanted.keep_quantised(new_stem):
+        stem = tensor.module
         for info in (weight, *tensor.scales):
             new = new_stem + info.key.removeprefix(stem)
-            _add(out, Piece(new, name, info.dtype, info.shape, (part_of(checkpoint, info),), (info.key,)))
+            _add(out, Piece(new, name, info.dtype, info.shape, (source.part(info),), (info.key,)))
         out.quantised.append(key)
         return
     scale = next((s for end in DEQUANTISE_BY for s in tensor.scales if s.key.endswith(end)), None)
-    block = None if scale is None else _block(weight, scale, checkpoint)
+    block = None if scale is None else _block(weight, scale, source)
     if tensor.form != "fp8" or scale is None or block is None:
         raise NextnError(
             f"{weight.key} is stored as {weight.dtype} ({tensor.form}), which merge cannot turn into full precision.",
-            "Take the head from a checkpoint that stores it in bf16, or merge into a base of the same scheme.",
+            "Take the head from a checkpoint that stores it in bf16, or merge into a base of the same scheme that does not"
+            " exempt the head.",
         )
     dtype = wanted.dtype(name, "BF16")
-    piece = Piece(key, name, dtype, weight.shape, (source,), (weight.key, scale.key), part_of(checkpoint, scale), block)
+    piece = Piece(key, name, dtype, weight.shape, (bytes_of,), (weight.key, scale.key), source.part(scale), block)
     _add(out, piece)
     out.full.append(key)
     out.left_out |= {s.key: "scale: its weight is written in full precision" for s in tensor.scales}
 
 
-def _block(weight: TensorInfo, scale: TensorInfo, checkpoint: Checkpoint) -> tuple[int, int] | None:
+def _block(weight: TensorInfo, scale: TensorInfo, source: Source) -> tuple[int, int] | None:
     """Rows and columns that one number of a scale stands for; None where the shapes do not say."""
     if len(weight.shape) != 2:
         return None
@@ -153,7 +174,7 @@ def _block(weight: TensorInfo, scale: TensorInfo, checkpoint: Checkpoint) -> tup
         return rows, columns
     if numbers == rows and scale.shape in ((rows,), (rows, 1)):
         return 1, columns
-    declared = checkpoint.config.get("quantization_config") or {}
+    declared = source.config.get("quantization_config") or {}
     block = declared.get("weight_block_size") or [128, 128]
     if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
         return None
@@ -165,7 +186,7 @@ def _add(out: HeadPieces, piece: Piece) -> None:
     out.renamed |= {s: piece.key for s in piece.sources if s != piece.key and s not in out.left_out}
 
 
-def _regroup(checkpoint: Checkpoint, tensors: Mapping[str, HeadTensor], wanted: Wanted, out: HeadPieces) -> set[str]:
+def _regroup(source: Source, tensors: Mapping[str, HeadTensor], wanted: Wanted, out: HeadPieces) -> set[str]:
     """Plan the experts that change storage; returns the canonical names that it dealt with."""
     moving = {n: t for n, t in tensors.items() if t.spec.experts and t.spec.experts != wanted.storage}
     if not moving or not any(s.experts == wanted.storage for s in wanted.family.head):
@@ -179,17 +200,17 @@ def _regroup(checkpoint: Checkpoint, tensors: Mapping[str, HeadTensor], wanted: 
     for tensor in moving.values():
         out.left_out |= {s.key: "stale scale: its weight is in full precision" for s in tensor.scales}
     if wanted.storage == "split":
-        _split(checkpoint, moving, wanted, out)
+        _split(source, moving, wanted, out)
     else:
-        _group(checkpoint, moving, wanted, out)
+        _group(source, moving, wanted, out)
     return set(moving)
 
 
-def _split(checkpoint: Checkpoint, moving: Mapping[str, HeadTensor], wanted: Wanted, out: HeadPieces) -> None:
+def _split(source: Source, moving: Mapping[str, HeadTensor], wanted: Wanted, out: HeadPieces) -> None:
     for name, tensor in moving.items():
         match = GROUPED.fullmatch(name)
         assert match, name
-        whole = part_of(checkpoint, tensor.weight)
+        whole = source.part(tensor.weight)
         experts, rows, columns = tensor.weight.shape
         halves = ("gate", "up") if match["which"] == "gate_up" else ("down",)
         nbytes = whole.nbytes // max(1, experts * len(halves))
@@ -201,7 +222,7 @@ def _split(checkpoint: Checkpoint, moving: Mapping[str, HeadTensor], wanted: Wan
                 _expert(f"{match['at']}.{e}.{which}.weight", shape, (part,), (tensor.weight.key,), wanted, out)
 
 
-def _group(checkpoint: Checkpoint, moving: Mapping[str, HeadTensor], wanted: Wanted, out: HeadPieces) -> None:
+def _group(source: Source, moving: Mapping[str, HeadTensor], wanted: Wanted, out: HeadPieces) -> None:
     found: dict[str, dict[tuple[int, str], HeadTensor]] = {}
     for name, tensor in moving.items():
         match = SPLIT.fullmatch(name)
@@ -217,7 +238,7 @@ def _group(checkpoint: Checkpoint, moving: Mapping[str, HeadTensor], wanted: Wan
                     f"The experts of {at} differ in dtype or shape, so that they cannot be stacked.",
                     "Choose --experts split.",
                 )
-            parts = tuple(part_of(checkpoint, t.weight) for t in order)
+            parts = tuple(source.part(t.weight) for t in order)
             sources = tuple(t.weight.key for t in order)
             _expert(f"{at}.{which}", (count, rows * len(halves), columns), parts, sources, wanted, out)
 
