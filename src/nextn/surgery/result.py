@@ -103,7 +103,9 @@ def judged(result: Checkpoint, base: Checkpoint, head: Shard, engine: str | None
         before = {f.code for f in examine(base).findings if f.severity == "error"}
         for finding in errors:
             if finding.code not in before or keys & set(finding.tensors):
-                raise NextnError(f"The result would not be sound ({finding.code}): {finding.message}", _sentence(finding))
+                raise NextnError(
+                    f"The result would not be sound ({finding.code}): {finding.message}", _sentence(finding)
+                )
     return tuple(engine_notes(report, engine))
 
 
