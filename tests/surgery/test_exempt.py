@@ -10,6 +10,7 @@ import pytest
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
+from nextn.inspect.examine import examine
 from nextn.surgery.exempt import exempt
 from nextn.surgery.merge import MergeOptions, plan_merge
 from nextn.surgery.names import HeadNames
@@ -126,3 +127,15 @@ def test_a_head_that_is_partly_quantised_gets_names_and_no_wildcard() -> None:
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(NextnError, match="does not know"):
         exempt({"quant_method": "someone-elses"}, HeadNames(("mtp.fc",), (), ("mtp",), True), ())
+
+
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("scheme", schemes.declarations())
+def test_inspect_finds_nothing_wrong_with_what_was_written(tmp_path: Path, scheme: str, moe: bool) -> None:
+    out, _, _ = _merged(tmp_path, scheme, moe)
+    wrong = [
+        (f.code, f.message)
+        for f in examine(open_checkpoint(out)).findings
+        if f.code.startswith(("quant-unlisted", "quant-listed", "scales", "head"))
+    ]
+    assert wrong == []
