@@ -55,7 +55,7 @@ class Forced(FusedRunner):
         return tokens, accepted.fill_(self.accepted), broken
 
 
-def measure(executor: GraphExecutor, batch: Batch, repeats: int = 7, inner: int = 24) -> float:
+def measure(executor: GraphExecutor, batch: Batch, repeats: int, inner: int = 24) -> float:
     """Median milliseconds of a launch, rounds queued back to back as the engine queues them."""
     executor.load(batch)
     times = []
@@ -82,11 +82,15 @@ class Bench:
         model, cache: random.
         size, context: sequences and their cached positions.
         capture_only: compile and capture, time nothing.
+
+    Attributes:
+        repeats: of which the median is taken.
     """
 
     def __init__(self, model: Decoder, cache: Cache, size: int, context: int, *, capture_only: bool = False) -> None:
         self.model, self.cache, self.size, self.context = model, cache, size, context
         self.capture_only = capture_only
+        self.repeats = 7
 
     def time(
         self, k: int, *, head: bool = True, draft: Drafter | None = None, forced: int | None = None, **options: Any
@@ -102,7 +106,7 @@ class Bench:
         batch = batch_of(self.model, self.cache, self.size, self.context, k, head=head)
         if self.capture_only:
             executor.load(batch)
-        ms = 0.0 if self.capture_only else measure(executor, batch)
+        ms = 0.0 if self.capture_only else measure(executor, batch, self.repeats)
         self.cache.free_pages, self.cache.free_slots = taken
         return ms
 
@@ -132,6 +136,7 @@ def row_of(g: Geometry, bench: Bench, k: int, gb_per_s: float, *, full: bool) ->
     }
     rows = [row]
     if full:
+        bench.repeats = 3
         verify = bench.time(k, head=False)
         row["head_share"] = round(1 - verify / round_, 3)
         vocab = DraftVocab.gather(model, range(REDUCED))
@@ -236,7 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--full", action="store_true", help="also exact decoding, forced acceptance, memory, vocabulary"
     )
-    parser.add_argument("--start-ups", action="store_true", help="also start-up in new processes, at batch 1")
+    parser.add_argument("--start-ups", nargs="*", default=[], choices=list(GEOMETRIES), help="also time the start-up")
     parser.add_argument("--capture-only", action="store_true", help="compile and capture, time nothing")
     parser.add_argument("--start-up", action="store_true", help="print the start-up of one geometry and nothing else")
     parser.add_argument("--out", type=Path)
@@ -250,7 +255,7 @@ def main() -> None:
     for name in options.geometry:
         rows += rows_of(GEOMETRIES[name], options, gb_per_s)
         torch.cuda.empty_cache()
-        if options.start_ups:
+        if name in options.start_ups:
             starts[name] = start_ups(name, options.context)
         record = {**provenance(), "read_gb_per_s": round(gb_per_s, 1), "start_up": starts}
         record["forced_by"] = "Forced.accept_best of benchmarks/decode.py, a test-only switch"

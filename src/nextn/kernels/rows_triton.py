@@ -18,32 +18,6 @@ from nextn.kernels.row_plans import MAX_ROWS, RowPlan
 
 
 @triton.jit
-def _prefetch(
-    w: tl.tensor,
-    n: tl.tensor,
-    start: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    BK: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:
-    """Ask AHEAD tiles of outputs n, from input `start` on, into the L2 cache."""
-    LINE: tl.constexpr = 64
-    line = start + tl.arange(0, BK // LINE) * LINE
-    for t in tl.static_range(AHEAD):
-        # Lines past the end belong to the rows below, or repeat the last: a prefetch changes nothing.
-        address = tl.minimum(n[:, None], N - 1).to(tl.int64) * K + tl.minimum(line[None, :] + t * BK, K - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(w + address).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _one_row(
     x: tl.tensor,
     w: tl.tensor,
@@ -52,18 +26,15 @@ def _one_row(
     K: tl.tensor,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """AHEAD tiles of weights after the first are asked into the L2 cache before the wait."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     rows = n[:, None] < N
     at = w + n[:, None].to(tl.int64) * K + k[None, :]
-    _prefetch(w, n, BK, N, K, BK, AHEAD)
     tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
@@ -115,7 +86,20 @@ def _few_rows(
     wanted = n[:, None] < N
     row_inside = m[:, None] < rows
     base = w + n[:, None].to(tl.int64) * K
-    _prefetch(w, n, tl.program_id(1) * chunk, N, K, BK, AHEAD)
+    if AHEAD > 0:
+        LINE: tl.constexpr = 64
+        line = tl.program_id(1) * chunk + tl.arange(0, BK // LINE) * LINE
+        for t in tl.static_range(AHEAD):
+            # Lines past the end belong to the rows below, or repeat the last: a prefetch changes nothing.
+            address = tl.minimum(n[:, None], N - 1).to(tl.int64) * K + tl.minimum(line[None, :] + t * BK, K - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [(w + address).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
     if PDL:
         gdc_wait()
     if SWAP:
@@ -175,7 +159,6 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
             k,
             BN=plan.block_n,
             BK=plan.block_k,
-            AHEAD=plan.ahead if x.is_cuda else 0,
             EVEN=k % plan.block_k == 0,
             PDL=pdl,
             num_warps=plan.warps,
