@@ -65,7 +65,7 @@ def _version(asked: bool) -> None:
 def nextn(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Inspect, train, merge, verify, decode, serve and measure the MTP heads that language models carry."""
+    """Inspect, train, merge, verify and decode with the MTP heads that language models carry."""
 
 
 def build(asked: str | None) -> typer.Typer:
