@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nextn.errors import NextnError
 from nextn.families.contract import size
 from nextn.families.geometry import geometry
-from nextn.families.lookalike import looks_like_head
+from nextn.families.lookalike import keys_like_head, looks_like_head
 from nextn.families.registry import FAMILIES, declared_layers, family_geometry, find_family
 from tests.families.published import PUBLISHED
 
@@ -244,3 +244,17 @@ def test_find_family_prefers_the_top_model_type() -> None:
 )
 def test_lookalikes(keys: list[str], groups: list[str]) -> None:
     assert looks_like_head(keys) == groups
+
+
+def test_keys_of_groups_that_look_like_a_head() -> None:
+    keys = ["model.layers.3.q.weight", "model.layers.4.eh_proj.weight", "model.layers.4.mlp.up.weight", "mtp.fc.weight"]
+    assert keys_like_head(keys) == tuple(keys[1:])
+    assert keys_like_head(keys[:1]) == ()
+    assert keys_like_head(["a." * 200 + "mtp.weight"]) == (), "the first 64 parts count"
+
+
+def test_families_whose_configs_say_no_count_ship_a_head_all_the_same() -> None:
+    silent = {f.name for f in FAMILIES if not f.declares_count}
+    assert silent == {"qwen3_next", "longcat_flash", "mimo_v2", "mimo_v2_flash"}
+    assert all(f.default_layers for f in FAMILIES if not f.declares_count)
+    assert {f.name: f.spare_layers for f in FAMILIES if f.spare_layers} == {"hy_v4": 1}

@@ -110,3 +110,10 @@ def test_layer_lists_and_odd_values_do_not_fail() -> None:
     assert dims["heads"] == 24
     assert "inter" not in dims
     assert gguf_geometry({}).get("layers") is None
+
+
+def test_an_undeclared_head_begins_at_the_first_block_with_a_fusion() -> None:
+    silent = {k: v for k, v in QWEN.items() if "nextn" not in k}
+    assert gguf_geometry(silent)["layers"] == 65
+    assert gguf_geometry(silent, ["blk.3.attn_q.weight", "blk.64.nextn.eh_proj.weight"])["layers"] == 64
+    assert gguf_geometry(QWEN, ["blk.2.nextn.eh_proj.weight"])["layers"] == 64, "what is declared counts"
