@@ -162,6 +162,92 @@ def test_draft_work_writes_only_draft_pools(dtype: torch.dtype) -> None:
     assert not torch.equal(drafts, cache.draft_k)
 
 
+class Recording(FusedRunner):
+    """Keeps the head's logits."""
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().draft_logits(hidden)
+        self.kept.append(out)
+        return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_draft_logits_captured_eager_and_of_a_separate_draft_are_the_same_bits(dtype: torch.dtype) -> None:
+    """Of the extend's last row and of every further step."""
+    from nextn.engine.contexts import Rows
+    from nextn.engine.round import draft_tokens
+
+    target, separate = models(dtype)
+    generator = torch.Generator(CUDA).manual_seed(5)
+    hidden = torch.randn(3, 4, target.config.hidden, dtype=dtype, device=CUDA, generator=generator)
+    tokens = torch.randint(0, 1009, (3, 4), device=CUDA, generator=generator)
+
+    def logits(draft: Drafter, capture: bool) -> list[torch.Tensor]:
+        _, cache, batch = start(dtype, 3)
+        runner = Recording(target, draft, cache, longest=200)
+
+        def work() -> None:
+            runner.kept = []
+            positions = batch.lengths[:, None] + torch.arange(4, device=CUDA)
+            where = Rows(cache, batch.table, positions, 0, batch.slots, batch.committed)
+            out, recycled = runner.head_rows(tokens, hidden, where)
+            draft_tokens(runner, cache, replace(batch), out[:, -1:], recycled[:, -1:], 3, bound=0)
+
+        work()
+        torch.cuda.synchronize()
+        if capture:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            graph.replay()
+        return [t.clone() for t in runner.kept]
+
+    eager_logits = logits(target, False)
+    assert len(eager_logits) == 3
+    assert all(not t.isnan().any() for t in eager_logits)
+    for other in (logits(target, True), logits(separate, True), logits(separate, False)):
+        assert all(torch.equal(a, b) for a, b in zip(other, eager_logits, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_replay_in_slots_and_pages_that_others_had_gives_the_same_tokens(dtype: torch.dtype) -> None:
+    """The same graph serves the same prompts again after pages and slots were freed and handed out in another order."""
+    target, _ = models(dtype)
+    cache = Cache(target.config, pages=60, page_size=16, sequences=6, rows=4, dtype=dtype, device=CUDA, replay=True)
+    runner = FusedRunner(target, target, cache, longest=200)
+    executor = GraphExecutor(runner, cache)
+    params = [SamplingParams(temperature=0.0, max_tokens=100)] * len(PROMPTS)
+
+    def run() -> tuple[list[HostRound], list[int], list[list[int]]]:
+        sampling = SamplingState.build(params, PROMPTS, vocab_size=target.config.vocab, device=CUDA)
+        batches, taken = [], []
+        with torch.inference_mode():
+            for i, prompt in enumerate(PROMPTS):
+                taken.append(cache.take(200))
+                batch, _ = prefill(
+                    runner, cache, [prompt], [taken[-1][0]], [taken[-1][1]], sampling.select([i]), k=3, chunk=8
+                )
+                batches.append(batch)
+            executor.load(join(batches, sampling))
+        rounds = []
+        for _ in range(12):
+            executor.launch()
+            rounds.append(executor.collect())
+        for pages, slot in taken[1:] + taken[:1]:
+            cache.give_back(pages, slot)
+        return rounds, [slot for _, slot in taken], [pages for pages, _ in taken]
+
+    first, slots, pages = run()
+    again, other_slots, other_pages = run()
+    assert len(executor.captured) == 1
+    assert slots != other_slots
+    assert pages != other_pages
+    assert again == first
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [0, 3])

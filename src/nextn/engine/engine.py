@@ -13,6 +13,7 @@ import torch
 
 from nextn.engine.admission import spare_positions, token_limit
 from nextn.engine.cache import Cache
+from nextn.engine.device_errors import device_errors
 from nextn.engine.draft_length import DraftLength, FixedLength
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.executor import Executor
@@ -142,7 +143,8 @@ class Engine:
             scheduler.add(request)
         before = replace(self.stats)
         while not scheduler.idle:
-            news = scheduler.step()
+            with device_errors("decoding"):
+                news = scheduler.step()
             self.stats.prefill_seconds = before.prefill_seconds + scheduler.prefill_seconds
             self.stats.decode_seconds = before.decode_seconds + scheduler.decode_seconds
             for s, _ in news:
@@ -160,16 +162,28 @@ class Engine:
     def _cache(self, rooms: Sequence[int]) -> Cache:
         """Pools that hold sequences of so many positions, all at once."""
         weight, most = self.target.embed.weight, self.lengths.most
-        return Cache(
-            replace(self.target.config, head_layers=self.draft.config.head_layers if most else 0),
-            pages=sum(-(-room // self.page_size) for room in rooms),
-            page_size=self.page_size,
-            sequences=len(rooms),
-            rows=most + 1,
-            dtype=weight.dtype,
-            device=weight.device,
-            replay=self.fused,
-        )
+
+        def make(device: torch.device) -> Cache:
+            return Cache(
+                replace(self.target.config, head_layers=self.draft.config.head_layers if most else 0),
+                pages=sum(-(-room // self.page_size) for room in rooms),
+                page_size=self.page_size,
+                sequences=len(rooms),
+                rows=most + 1,
+                dtype=weight.dtype,
+                device=device,
+                replay=self.fused,
+            )
+
+        try:
+            return make(weight.device)
+        except torch.OutOfMemoryError:
+            wanted, free = make(torch.device("meta")).nbytes, torch.cuda.mem_get_info(weight.device)[0]
+            raise NextnError(
+                f"The caches of {len(rooms)} sequences and {sum(rooms)} positions take {wanted / 1e9:.1f} GB; "
+                f"{free / 1e9:.1f} GB are free, enough for about {int(sum(rooms) * free / wanted)} positions.",
+                "Lower max_tokens, the number of prompts at once or draft_tokens.",
+            ) from None
 
 
 def _fixed_shapes(requests: Sequence[Request], vocab: int) -> bool:
