@@ -14,13 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from nextn.checkpoint.source import open_checkpoint
+from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.engine import Engine
 from nextn.engine.fused import FusedRunner
 from nextn.engine.prefill import prefill
 from nextn.engine.request import Request, Running
-from nextn.engine.round import RoundResult, decode_round, set_draft_tokens
+from nextn.engine.round import RoundResult, decode_round, draft_tokens, set_draft_tokens
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.models.decoder import Decoder
@@ -137,6 +138,42 @@ def test_replay_equals_snapshots_while_k_changes(device: str, dtype: torch.dtype
         assert a.drafts.tolist() == b.drafts.tolist()
         assert a.tokens.tolist() == b.tokens.tolist()
         assert relative(a.logits, b.logits) < (1e-12 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@torch.inference_mode()
+def test_draft_work_writes_only_draft_pages_of_its_own(fused: bool) -> None:
+    """Extend and draft steps leave the target's keys, values, states, logs and inputs as they were."""
+    m = model("qwen3_5", "cpu", torch.float32)
+    before, cache, table, slots = caches(m, 4, replay=True)
+    runner = FusedRunner(m, m, cache, longest=64) if fused else PlainRunner(m, m)
+    sampling = SamplingState.build([SamplingParams(temperature=0.0)] * 2, [[0]] * 2, vocab_size=m.config.vocab)
+    lengths = torch.tensor([3, 21])
+    positions = lengths[:, None] + torch.arange(4)
+    batch = Batch(
+        lengths + 2,
+        torch.tensor([5, 6]),
+        torch.empty(2, 0, dtype=torch.int64),
+        None,
+        torch.tensor([2, 2]),
+        table,
+        slots,
+        sampling,
+        64,
+    )
+    hidden = torch.randn(2, 4, m.config.hidden, generator=torch.Generator().manual_seed(2))
+    where = Rows(cache, table, positions, 64, slots, batch.committed)
+    out, recycled = runner.head_rows(torch.tensor([[5, 9, 30, 7], [1, 80, 2, 44]]), hidden, where)
+    drafts, _ = draft_tokens(runner, cache, batch, out[:, 1:2], recycled[:, 1:2], 3, bound=64)
+    assert drafts.shape == (2, 3)
+    for i, (then, now) in enumerate(zip(pools(before), pools(cache), strict=True)):
+        if i not in (2, 3):
+            assert torch.equal(then, now)
+            continue
+        changed = (then != now).any(-1).any(-1)[0].nonzero().tolist()
+        # The extend's four rows; the draft steps' positions L+a+1 and L+a+2 lie among them.
+        rows = [(int(table[b, p // 16]), p % 16) for b in range(2) for p in positions[b].tolist()]
+        assert sorted(map(tuple, changed)) == sorted(rows)
 
 
 def decode(m: Decoder, k: int, prompts: list[list[int]], fused: bool) -> list[Running]:
