@@ -1,6 +1,6 @@
 """Measure every candidate kernel for the row products of the Qwen3.5 shapes and write the table of the fastest.
 
-    python benchmarks/tune_rows.py [--rows 1 4 16] [--out src/nextn/kernels/rows_h200.json]
+    python benchmarks/tune_rows.py [--rows 1 4 16 32] [--out src/nextn/kernels/rows_h200.json]
 
 Each candidate runs over several weights of the shape in one CUDA graph, more than the L2 cache holds, with dependent
 launch as in decoding; cuBLAS is a candidate like any other. A product with partial sums is charged for the time that
@@ -50,9 +50,9 @@ def candidates(n: int, k: int, rows: int) -> Iterator[RowPlan]:
         for splits in (1, 2, 4, 8):
             programs = -(-n // bn) * splits
             if k % (splits * bk) == 0 and (splits == 1 or programs <= 1100) and programs >= 64:
-                for ahead in (0, 4):
+                for ahead in (0, 4) if rows <= 16 else (0,):
                     if ahead * bk * splits <= k:
-                        yield RowPlan(kind, bn, bk, splits, warps, stages, ahead)
+                        yield RowPlan(kind, bn, bk, splits, warps, stages, ahead, 16 if rows <= 16 else 32)
 
 
 def shapes(names: list[str]) -> list[tuple[int, int]]:
@@ -75,7 +75,7 @@ def compile_all(sizes: list[tuple[int, int]], rows: list[int]) -> int:
     for n, k in sizes:
         for r in rows:
             for p in candidates(n, k, r):
-                key = (p.kind, p.block_n, p.block_k, p.warps, p.stages, p.ahead, p.splits > 1)
+                key = (p.kind, p.block_n, p.block_k, p.warps, p.stages, p.ahead, p.block_m, p.splits > 1)
                 jobs.setdefault(key, (p, 16 * p.block_n, p.splits * p.block_k * 16, r))
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         list(pool.map(run, *zip(*jobs.values(), strict=True), chunksize=4))

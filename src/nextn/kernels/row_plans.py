@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_ROWS = 16
-"""Rows that a program of the tensor-core kernels takes."""
+FIXED_ROWS = 16
+"""Rows whose plan serves any number of them."""
 TABLE = Path(__file__).with_name("rows_h200.json")
 
 Kind = Literal["fma", "dot", "swap", "library"]
@@ -30,6 +30,7 @@ class RowPlan:
         splits: along K; more than one leaves partial sums.
         stages: tiles in flight.
         ahead: tiles asked into the L2 cache before the wait of a dependent launch.
+        block_m: rows that a program of the tensor-core kernels takes.
     """
 
     kind: Kind
@@ -39,6 +40,7 @@ class RowPlan:
     warps: int = 4
     stages: int = 1
     ahead: int = 0
+    block_m: int = 16
 
 
 LIBRARY = RowPlan("library")
@@ -66,7 +68,7 @@ class RowPlans:
 
     def fixed(self, n: int, k: int) -> RowPlan:
         """One plan of ours for any number of rows, so that a row's result does not depend on how many there are."""
-        plan = self.plan(n, k, MAX_ROWS)
+        plan = self.plan(n, k, FIXED_ROWS)
         return FIXED if plan.kind == "library" else plan
 
 

@@ -1,8 +1,9 @@
-"""Triton kernels of `linear.linear` for 1 to 16 rows, where streaming the weights is all that counts.
+"""Triton kernels of `linear.linear` for a few rows, where streaming the weights is all that counts.
 
-Two designs: one row by multiply-add, and 16 rows a program on tensor cores, optionally split along K into partial sums
-that the kernel reading them adds up. Both can start under dependent launch: weights never change, so each program
-fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a shape.
+Two designs: one row by multiply-add, and 16 or 32 rows a program on tensor cores, optionally split along K into
+partial sums that the kernel reading them adds up. Both can start under dependent launch: weights never change, so each
+program fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a
+shape.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nextn.kernels.row_plans import MAX_ROWS, RowPlan
+from nextn.kernels.row_plans import RowPlan
 
 
 @triton.jit
@@ -166,7 +167,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         )
         return out
     step = plan.splits * plan.block_k
-    row_blocks = triton.cdiv(rows, MAX_ROWS)
+    row_blocks = triton.cdiv(rows, plan.block_m)
     _few_rows[(triton.cdiv(n, plan.block_n) * row_blocks, plan.splits)](
         x,
         weight,
@@ -177,7 +178,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         rows,
         triton.cdiv(k, step) * plan.block_k,
         row_blocks,
-        M=MAX_ROWS,
+        M=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
         STAGES=plan.stages,
