@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from nextn.assets import embedded_model
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
 from nextn.inspect.facts import gather
+from nextn.models.blocks import RMSNorm
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
 from nextn.train.acceptance import Counts
@@ -24,7 +26,17 @@ from nextn.verify import engine as engine_check
 from nextn.verify.command import verify
 from nextn.verify.contract import check_contract
 from nextn.verify.engine import LoadCheck, check_load
-from nextn.verify.probe import compare, documents, mistakes, probe, randomised, swapped, target_states_of, unrolled
+from nextn.verify.probe import (
+    compare,
+    documents,
+    made,
+    mistakes,
+    probe,
+    randomised,
+    swapped,
+    target_states_of,
+    unrolled,
+)
 from tests.fixtures import checkpoint
 from tests.surgery.builder import headless, tiny_qwen3_5, write
 
@@ -155,9 +167,13 @@ def test_a_healthy_head_beats_its_controls(tiny: Decoder, text: list[int]) -> No
     found = probe(tiny, text, 2)
     assert found.passed
     assert found.tokens > 400
-    assert [c.name for c in found.controls] == ["swapped", "other_norm", "shifted", "random"]
+    assert [c.name for c in found.controls] == [
+        "swapped", "other_norm", "shifted", "random", "no_embedding", "no_hidden", "no_attention", "norms_swapped",
+    ]  # fmt: skip
     by_name = {c.name: c.judgement for c in found.controls}
-    assert [by_name[n] for n in ("swapped", "shifted", "random")] == ["worse"] * 3
+    assert [by_name[n] for n in ("swapped", "shifted", "random", "no_embedding", "no_hidden")] == ["worse"] * 5
+    assert by_name["no_attention"] == "worse"
+    assert found.warnings == ()
     assert found.head.acceptance[0] > 0.3
     after = tiny.state_dict()
     assert all(torch.equal(v, after[k]) for k, v in before.items())
@@ -169,6 +185,102 @@ def test_a_swapped_head_is_found_out_by_the_control_that_swaps_it_back(tiny: Dec
     assert not found.passed
     assert {c.name: c.judgement for c in found.controls}["swapped"] == "better"
     assert "swapped" in found.as_json()["suspects"]
+
+
+def _weights(model: Decoder, *names: str) -> list[torch.nn.Parameter]:
+    assert model.mtp is not None
+    return [p for n, p in model.mtp.named_parameters() if any(w in n for w in names)]
+
+
+def _forget_scales(model: Decoder) -> None:
+    """Norms keep 1 + w while their weights are frozen."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module._scale = None
+
+
+@pytest.mark.parametrize(
+    "damage, suspect",
+    [
+        ("hidden norm lost", "no_hidden"),
+        ("embedding norm lost", "no_embedding"),
+        ("hidden half of the fusion lost", "no_hidden"),
+        ("attention at random", "no_attention"),
+    ],
+)
+def test_a_head_with_a_dead_part_is_found_out_by_the_control_without_it(
+    tiny: Decoder, text: list[int], damage: str, suspect: str
+) -> None:
+    assert tiny.mtp is not None
+    kept = {k: v.clone() for k, v in tiny.mtp.state_dict().items()}
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        if damage.endswith("norm lost"):
+            (norm,) = _weights(tiny, "hidden_norm" if damage.startswith("hidden") else "embed_norm")
+            norm.fill_(-1)
+        elif damage.startswith("hidden half"):
+            (fuse,) = _weights(tiny, "fuse.")
+            fuse[:, tiny.config.hidden :] = 0
+        else:
+            for p in _weights(tiny, ".attn."):
+                if p.ndim > 1:
+                    p.copy_(torch.randn(p.shape, generator=generator) * p.std())
+    _forget_scales(tiny)
+    try:
+        found = probe(tiny, text, 1)
+    finally:
+        tiny.mtp.load_state_dict(kept)
+        _forget_scales(tiny)
+    assert not found.passed
+    assert suspect in [c.name for c in found.suspects]
+
+
+def test_controls_without_a_part_give_what_a_head_without_it_gives(tiny: Decoder, text: list[int]) -> None:
+    """Blanking an input equals a fusion whose weights for it are zero."""
+    (batch,) = documents(text[:120])
+    states = target_states_of(tiny, batch)
+    (fuse,) = _weights(tiny, "fuse.")
+    kept, half = fuse.detach().clone(), tiny.config.hidden
+    for mistake, columns in (("no_embedding", slice(0, half)), ("no_hidden", slice(half, 2 * half))):
+        with made(tiny, mistake):
+            blanked = unrolled(tiny, batch, 2, states, mistake)
+        with torch.no_grad():
+            fuse[:, columns] = 0
+            zeroed = unrolled(tiny, batch, 2, states, "")
+            fuse.copy_(kept)
+        for ours, theirs in zip(blanked.outputs, zeroed.outputs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_in_each_others_place_are_put_back(tiny: Decoder, text: list[int]) -> None:
+    (batch,) = documents(text[:120])
+    states = target_states_of(tiny, batch)
+    right = unrolled(tiny, batch, 1, states, "").outputs[0]
+    with made(tiny, "norms_swapped"):
+        wrong = unrolled(tiny, batch, 1, states, "norms_swapped").outputs[0]
+    assert not torch.equal(right, wrong)
+    assert torch.equal(unrolled(tiny, batch, 1, states, "").outputs[0], right)
+
+
+def test_a_head_that_holds_nan_fails_by_the_tensors_name(tmp_path: Path, text: list[int]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(embedded_model(), tmp_path / "nan")
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["mtp.fc.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "ids.json").write_text(json.dumps(text[:100]))
+    done = run(str(tmp_path / "nan"), "--probe", str(tmp_path / "ids.json"))
+    assert done.returncode == 1, done.stderr
+    assert "values-nonfinite" in done.stdout
+    assert "mtp.fc.weight" in done.stdout
+
+
+def test_a_weak_head_is_warned_about(tiny: Decoder, text: list[int]) -> None:
+    with randomised(tiny, seed=5):
+        found = probe(tiny, text, 1)
+    assert any("of first drafts are accepted" in w for w in found.warnings)
+    assert found.as_json()["warnings"] == list(found.warnings)
 
 
 def test_a_head_of_noise_beats_nothing(tiny: Decoder, text: list[int]) -> None:

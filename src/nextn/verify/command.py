@@ -38,7 +38,7 @@ def verify(
     if engine is not None and engine not in ENGINES:
         raise NextnError(f"nextn knows no engine {engine!r} to load a head in.", f"Choose one of {', '.join(ENGINES)}.")
     checkpoint = open_checkpoint(model or str(embedded_model()), revision=revision, token=token)
-    contract = check_contract(checkpoint)
+    contract = check_contract(checkpoint, values=probe is not None)
     load = check_load(contract.report.facts, engine, engine_python) if engine else None
     probed = _probe(checkpoint, probe, draft_tokens, tokens, device) if probe and contract.passed else None
     verdict = _verdict(contract, load, probed)
@@ -138,8 +138,9 @@ def _lines(
             lines.append(f"            {control.name:<20} {_shares(control.counts.acceptance)}  {control.judgement}")
         for suspect in probed.suspects:
             lines.append(f"            not beaten: {suspect.name} ({suspect.mistake})")
+        lines += [f"            warning: {warning}" for warning in probed.warnings]
     elif asked:
-        lines.append("  probe     not run, since the head is not whole")
+        lines.append("  probe     not run, since the contract failed")
     return lines
 
 

@@ -37,13 +37,15 @@ class ContractCheck:
         }
 
 
-def check_contract(checkpoint: Checkpoint) -> ContractCheck:
+def check_contract(checkpoint: Checkpoint, *, values: bool = False) -> ContractCheck:
     """Check a checkpoint statically.
 
+    Args:
+        values: read the head's weights too, and look at their values.
     Raises:
         NextnError: its configuration cannot be understood.
     """
-    report = examine(checkpoint)
+    report = examine(checkpoint, values=(lambda done, of: None) if values else None)
     problems = tuple(f for f in report.findings if f.severity == "error")
     remarks = tuple(f for f in report.findings if f.severity != "error")
     return ContractCheck(report, report.facts.complete and not problems, problems, remarks)
