@@ -121,6 +121,7 @@ class Family:
         default_layers: layers that the family ships when nothing is declared; None if it then ships none.
         declares_count: whether published configs declare the count; where not, silence is no defect.
         spare_layers: how many layers more than there are published configs declare.
+        padded_lists: lists in the config with an entry a layer that go on past the target's layers, into the head's.
         head: the head's tensors; their keys all start with ``model.``, or none does.
         prefixes: prefixes that exporters are known to put before the head's keys (see `join`); "" always comes first.
         fuse: ``concat`` of embedding and hidden through one matrix, or ``sum`` of two projections.
@@ -155,6 +156,7 @@ class Family:
     head: tuple[TensorSpec, ...]
     declares_count: bool = True
     spare_layers: int = 0
+    padded_lists: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ("",)
     fuse: Literal["concat", "sum"] = "concat"
     order: Literal["embed_first", "hidden_first"] = "embed_first"

@@ -15,6 +15,8 @@ from nextn.families import blocks
 from nextn.families.contract import Family, TensorSpec
 from nextn.families.deepseek import INV_FREQ, LAYER, NESTED_COUNT
 
+PADDED = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
+"""Lists that SGLang's ``step3p5.py`` indexes with the number of a head layer too."""
 BLOCK, INFIX = "mtp.{i}.block", f"{LAYER}.transformer"
 
 
@@ -104,6 +106,7 @@ def family(name: str, title: str, architecture: str, model_types: tuple[str, ...
         model_types=model_types,
         layer_count=NESTED_COUNT,
         default_layers=3,
+        padded_lists=PADDED,
         head=head(),
         prefixes=("", "model.language_model.", "language_model."),
         norm="one_plus",

@@ -128,6 +128,12 @@ def expert_storage(asked: str, engine: str | None, family: Family, own: Storage 
 def explain_present(base: Facts, old: frozenset[str]) -> NextnError:
     """Why a base that has a head is not merged into without being told to."""
     found = sorted(old)
+    if not base.head and not base.foreign:
+        return NextnError(
+            f"{base.checkpoint.source} holds tensors under the head's names that its family does not know:"
+            f" {few(sorted(base.unexpected), 8)}.",
+            "Give --replace to leave them out of the result.",
+        )
     return NextnError(
         f"{base.checkpoint.source} holds {len(found)} tensors of a head already ({few(found, 3)}).",
         "Give --replace to put the new head in their place.",

@@ -13,6 +13,7 @@ import typer
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
+from nextn.inspect.engines.versions import ENGINES
 from nextn.surgery.extract import plan_extract
 from nextn.surgery.inplace import interrupted, recover, require_in_place, write_in_place
 from nextn.surgery.merge import MergeOptions, plan_merge
@@ -59,6 +60,8 @@ def merge(
     options = MergeOptions(_link(link), replace, dtype, experts, engine, in_place)
     if experts not in ("auto", "split", "grouped"):
         raise NextnError(f"{experts!r} is no storage of experts.", "Choose auto, split or grouped.")
+    if engine is not None and engine not in ENGINES:
+        raise NextnError(f"nextn knows no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
     if in_place == (out is not None):
         raise NextnError("Either OUT or --in-place says where the result goes.", "Give exactly one of the two.")
     if interrupted(base) and not (in_place and not plan):

@@ -19,8 +19,10 @@ from nextn.errors import NextnError
 from nextn.families.contract import Family, join
 from nextn.inspect.facts import Facts, gather
 from nextn.inspect.quant.read import read_schemes
+from nextn.inspect.quant.stored import WEIGHT_PARTS, form, split_key
+from nextn.inspect.rules.words import plural
 from nextn.surgery import base as about_base
-from nextn.surgery.check import require_family, require_fit, require_whole
+from nextn.surgery.check import few, require_family, require_fit, require_whole
 from nextn.surgery.exempt import exempt
 from nextn.surgery.extract import QUANT_FILE
 from nextn.surgery.names import LAYER, fused_with, head_names
@@ -37,6 +39,7 @@ from nextn.surgery.settings import (
     with_count,
     with_exemption,
     with_head_fields,
+    with_padding,
 )
 from nextn.surgery.stream import in_file_order
 
@@ -69,14 +72,15 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
     root = base.root
     if not options.in_place:
         _refuse_inside(root, out)
-    facts = gather(base)
-    family = require_family(facts)
+    family = require_family(gather(base))
+    padded = with_padding(family, base.config, head.config) if family.padded_lists and head.config else base.config
+    facts = gather(replace(base, config=padded))
     head_facts = gather(head if head.config else replace(head, config=base.config))
     require_family(head_facts)
     require_whole(head_facts)
     require_fit(head_facts, facts)
     old = about_base.old_head(facts)
-    if (facts.head or facts.foreign) and not options.replace:
+    if (facts.head or facts.foreign or facts.unexpected) and not options.replace:
         raise about_base.explain_present(facts, old)
     layers = facts.dims.get("layers", 0)
     about_base.require_trunk(base, old, family, layers)
@@ -88,7 +92,8 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
     taken = _files(base, old, options)
     index = _index(base, old, taken, pieces)
     depth = max(head_facts.layers, default=0) + 1
-    config = with_count(family, with_head_fields(base.config, head.config), depth)
+    config = with_head_fields(with_count(family, padded, depth), head.config)
+    config = with_count(family, config, depth)
     quant = beside
     if is_quantised(config) or method(config, beside):
         config, quant = _exempted(config, beside, base, old, family, parts, pieces, layers)
@@ -166,7 +171,7 @@ def _prefix(base: Checkpoint, family: Family) -> str:
 
 
 def _keeping(base: Checkpoint, head: Checkpoint) -> Callable[[str], bool]:
-    """Whether a quantised head module stays so: its scheme is the base's, whose lists exempt no part of what it fuses."""
+    """Whether a quantised head module stays so: the scheme is the base's, whose lists exempt no part of it."""
     if not _same_scheme(base, head):
         return lambda module: False
     schemes = read_schemes(base)
@@ -266,12 +271,25 @@ def _exempted(
     layers: int,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     full = set(parts.full)
-    names = head_names(family, {p.key: p.shape for p in pieces if p.key in full}, parts.quantised, layers)
+    names = head_names(
+        family,
+        {p.key: p.shape for p in pieces if p.key in full},
+        parts.quantised,
+        layers,
+        output_head_full=_output_head_full(base, old),
+    )
     if not names.modules:
         return config, beside
     unquantised = unquantised_modules((t.key, t.dtype, len(t.shape)) for k, t in base.tensors.items() if k not in old)
     config = with_exemption(config, names, unquantised)
     return config, exempt(beside, names, unquantised) if beside and beside.get("quantization") else beside
+
+
+def _output_head_full(base: Checkpoint, old: frozenset[str]) -> bool:
+    """Whether the base keeps its output head in full precision; a tied one is the embedding, which is."""
+    parts = {split_key(k) for k in base.tensors if k not in old and "lm_head" in k}
+    stored = [form(base.tensors[f"{m}.{p}"], p) for m, p in parts if p in WEIGHT_PARTS and f"{m}.{p}" in base.tensors]
+    return all(f == "full" for f in stored)
 
 
 def _texts(
@@ -293,11 +311,17 @@ def _texts(
 
 
 def _companions(root: Path, base: Checkpoint, options: MergeOptions) -> tuple[Link, ...]:
-    """Tokenizer, templates, code and whatever else lies in the base, hidden files aside."""
+    """Tokenizer, templates, code and whatever else lies in the base, hidden files aside.
+
+    A link to a folder becomes a link to the same folder.
+    """
     ours = {*base.files, "config.json", INDEX_NAME, QUANT_FILE}
     links: list[Link] = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for path in (Path(folder) / f for f in folders):
+            if path.is_symlink():
+                links.append(Link(path.resolve(), path.relative_to(root).as_posix(), "symlink", 0))
         for file in sorted(files):
             path = Path(folder) / file
             name = path.relative_to(root).as_posix()
@@ -315,12 +339,20 @@ def _notes(
     leftovers = [k for k in old if k in facts.orphans]
     if leftovers and not facts.head:
         notes.append(f"{len(leftovers)} scales without weights are left out ({sorted(leftovers)[0]}).")
+    if facts.unexpected:
+        notes.append(
+            f"{plural(len(facts.unexpected), 'tensor')} under the head's names that the family does not know"
+            f" {'is' if len(facts.unexpected) == 1 else 'are'} left out ({few(facts.unexpected)})."
+        )
     if taken.rewritten:
         notes.append(
             "Engines read every key of a file that they open, so shards that hold old head tensors are written anew."
         )
     if options.in_place and base.index is None:
         notes.append("Loaders that look for model.safetensors first, such as transformers', do not read the index.")
+    hidden = [] if options.in_place or base.root is None else sorted(p.name for p in base.root.glob(".*"))
+    if hidden:
+        notes.append(f"Hidden files and folders are not taken over: {few(hidden)}.")
     if base.unindexed_files:
         notes.append(
             f"{len(base.unindexed_files)} weight files that the index does not name are taken over as they are."

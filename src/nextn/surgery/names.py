@@ -25,6 +25,10 @@ LAYER = re.compile(r"(?P<before>(?:.+\.)?layers\.)(?P<n>\d+)\.")
 DECODER_IN_SGLANG = ("model.decoder", "model.eh_proj")
 """Where SGLang's DeepSeek and GLM heads build the layer that the checkpoint calls ``model.layers.N``."""
 
+OUTPUT_HEAD_IN_SGLANG = "model.shared_head.head"
+"""The target's output head in SGLang's ``glm4_moe_nextn``, ``glm_ocr_nextn``, ``deepseek_nextn`` and
+``qwen3_next_mtp``."""
+
 
 @dataclass(frozen=True)
 class HeadNames:
@@ -47,13 +51,21 @@ class HeadNames:
         return (*self.modules, *self.fused)
 
 
-def head_names(family: Family, shapes: Mapping[str, Sequence[int]], quantised: Iterable[str], layers: int) -> HeadNames:
+def head_names(
+    family: Family,
+    shapes: Mapping[str, Sequence[int]],
+    quantised: Iterable[str],
+    layers: int,
+    *,
+    output_head_full: bool = False,
+) -> HeadNames:
     """Names for the exemption of a head.
 
     Args:
         shapes: checkpoint key -> shape of every head weight in full precision.
         quantised: keys of head weights that stay quantised.
         layers: the base's num_hidden_layers.
+        output_head_full: the base's output head, which the head shares, is in full precision.
     """
     modules: list[str] = []
     roots: list[str] = []
@@ -72,6 +84,9 @@ def head_names(family: Family, shapes: Mapping[str, Sequence[int]], quantised: I
     aliases = [a for m in modules for a in _decoder_names(family, m, layers)]
     if aliases:
         roots += [r for r in DECODER_IN_SGLANG if r not in roots]
+    if output_head_full and modules and (aliases or family.name == "qwen3_next"):
+        aliases.append(OUTPUT_HEAD_IN_SGLANG)
+        roots.append(OUTPUT_HEAD_IN_SGLANG)
     fused = [name for m in (*modules, *aliases) for name in _fused(m, (*modules, *aliases))]
     return HeadNames(
         tuple(dict.fromkeys((*modules, *aliases))), tuple(dict.fromkeys(fused)), tuple(roots), not list(quantised)

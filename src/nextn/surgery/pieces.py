@@ -154,8 +154,8 @@ def _one(source: Source, name: str, tensor: HeadTensor, key: str, wanted: Wanted
     if tensor.form != "fp8" or scale is None or block is None:
         raise NextnError(
             f"{weight.key} is stored as {weight.dtype} ({tensor.form}), which merge cannot turn into full precision.",
-            "Take the head from a checkpoint that stores it in bf16, or merge into a base of the same scheme that does not"
-            " exempt the head.",
+            "Take the head from a checkpoint that stores it in bf16, or merge into a base of the same scheme whose"
+            " lists do not exempt the head.",
         )
     dtype = wanted.dtype(name, "BF16")
     piece = Piece(key, name, dtype, weight.shape, (bytes_of,), (weight.key, scale.key), source.part(scale), block)

@@ -94,7 +94,8 @@ def judged(result: Checkpoint, base: Checkpoint, head: Shard, engine: str | None
         verdict = report.engines[engine]
         finding = next((f for f in report.findings if f.code in verdict.fatal), None)
         raise NextnError(
-            f"{ENGINE[engine].title} {verdict.version} would fail on the result: {verdict.error or verdict.reasons[0]}.",
+            f"{ENGINE[engine].title} {verdict.version} would fail on the result:"
+            f" {(verdict.error or verdict.reasons[0]).rstrip('.')}.",
             _sentence(finding) if finding else "Name another --engine.",
         )
     errors = [f for f in report.findings if f.severity == "error" and f.code not in OF_ENGINES]

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
+from nextn.errors import NextnError
 from nextn.families.contract import Family, lookup
+from nextn.families.geometry import text_config
 from nextn.surgery.exempt import Json, exempt
 from nextn.surgery.names import HeadNames
 from nextn.surgery.plan import Edit, Text
@@ -45,14 +47,48 @@ def with_count(family: Family, config: Json, layers: int) -> Json:
     return _set(config, path, layers)
 
 
-def with_head_fields(config: Json, donor: Mapping[str, Any]) -> Json:
-    """The config with the fields about heads that the donor's has and it lacks (``mtp_…``, ``…nextn…``)."""
-    out = deepcopy(config)
-    for nest in NESTS:
-        here = out if not nest else out.get(nest)
-        there = donor if not nest else donor.get(nest)
-        if not isinstance(here, dict) or not isinstance(there, Mapping):
+def with_padding(family: Family, config: Json, donor: Mapping[str, Any]) -> Json:
+    """The config with its lists of an entry a layer going on into the head's layers, as the donor's do.
+
+    Raises:
+        NextnError: a list of the base ends with the target's layers, and the donor's config does not say what follows.
+    """
+    mine, theirs = text_config(config), text_config(donor)
+    layers, there = mine.get("num_hidden_layers"), theirs.get("num_hidden_layers")
+    tails: Json = {}
+    for name in family.padded_lists:
+        listed, longer = mine.get(name), theirs.get(name)
+        if not isinstance(listed, list) or len(listed) != layers:
             continue
+        if not isinstance(longer, list) or not isinstance(there, int) or len(longer) <= there:
+            raise NextnError(
+                f"{name} in the base's config.json ends with the target's {layers} layers; engines read it for the"
+                " head's layers too, and the head's config.json does not say how it goes on.",
+                f"Take the head from a checkpoint whose config has the whole list, or complete {name} in the base.",
+            )
+        tails[name] = [*listed, *longer[there:]]
+    if not tails:
+        return config
+    nest = _text_nest(config)
+    return {**config, nest: {**config[nest], **tails}} if nest else {**config, **tails}
+
+
+def _text_nest(config: Mapping[str, Any]) -> str:
+    """The field that holds the language model's own config; "" where that is the config itself."""
+    return next((n for n in NESTS[1:] if isinstance(config.get(n), Mapping)), "")
+
+
+def with_head_fields(config: Json, donor: Mapping[str, Any]) -> Json:
+    """The config with the fields about heads that the donor's has and it lacks (``mtp_…``, ``…nextn…``).
+
+    Those of the donor's language model go to this one's, wherever each keeps it.
+    """
+    out = deepcopy(config)
+    mine, theirs = _text_nest(config), _text_nest(donor)
+    pairs = [(out[mine] if mine else out, donor[theirs] if theirs else donor)]
+    if mine and theirs:
+        pairs.append((out, donor))
+    for here, there in pairs:
         for field, value in there.items():
             if ("mtp" in field or "nextn" in field) and field not in here:
                 here[field] = deepcopy(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
 from pathlib import Path
@@ -62,7 +63,7 @@ def refuse_existing(out: Path) -> None:
 
 def sweep(out: Path) -> None:
     """Remove what killed runs left beside OUT. A folder whose writer lives is locked and stays."""
-    for leftover in out.parent.glob(f".{out.name}.nextn-*"):
+    for leftover in out.parent.glob(f".{glob.escape(out.name)}.nextn-*"):
         try:
             folder = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
@@ -161,6 +162,11 @@ def disk_error(error: OSError, where: Path) -> NextnError:
     """What the file system said, in the user's words."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NextnError(f"The disk that holds {where.parent} is full; nothing was changed.", "Make room and repeat.")
+    if error.errno == errno.EFBIG:
+        return NextnError(
+            f"{where} would hold a file larger than this system lets you write; nothing was changed.",
+            "Raise the limit (`ulimit -f unlimited`), or choose a file system for large files.",
+        )
     if error.errno == errno.EXDEV:
         return NextnError(
             f"{where} is on another file system than the base, so that hard links cannot join them.",
