@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ def run(kind: str, at: int, arguments: list[str]) -> tuple[int, str]:
         except SystemExit as end:
             code = int(end.code or 0)
         finally:
-            said = text.getvalue()[-5000:] + f"\ncalls {count[0]}"
+            said = text.getvalue()[-50_000:] + f"\ncalls {count[0]}"
             kind = "over"
             sys.__stdout__.flush() if sys.__stdout__ else None
             with os.fdopen(writable, "w") as pipe:
@@ -204,3 +205,89 @@ def test_hard_links_across_file_systems_are_explained(stage: Path, monkeypatch: 
     assert "--link symlink" in said
     assert not (stage / "out").exists()
     assert run("count", 0, ["merge", str(folder), str(stage / "donor"), str(stage / "out"), "--link", "copy"])[0] == 0
+
+
+@pytest.fixture
+def halfway(stage: Path) -> tuple[Path, list[str]]:
+    """A base in which an in-place merge of `stage/donor` died after its journal was written, and the command."""
+    shutil.rmtree(stage / "base")
+    write(headless(tiny_qwen3_5()), stage / "base", 1)
+    arguments = ["merge", str(stage / "base"), str(stage / "donor"), "--in-place"]
+    for at in range(1, 60):
+        run("kill", at, arguments)
+        if (stage / "base" / ".nextn-merge" / "journal.json").exists():
+            return stage, arguments
+        assert not list((stage / "base").glob(".nextn-merge-done-*"))
+        shutil.rmtree(stage / "base")
+        write(headless(tiny_qwen3_5()), stage / "base", 1)
+    raise AssertionError("no journal was ever written")
+
+
+def test_a_completed_merge_reports_like_any_other(halfway: tuple[Path, list[str]]) -> None:
+    stage, arguments = halfway
+    code, said = run("count", 0, [*arguments, "--json"])
+    assert code == 0, said
+    value = json.loads(said[: said.rindex("\ncalls")])
+    assert (value["recovered"], value["written"], value["tensors"]) == (True, True, 15)
+    assert value["head"] == str(stage / "donor")
+    assert {t["key"] for t in value["head_tensors"]} == {k for k in read(stage / "base") if k.startswith("mtp.")}
+    assert not list((stage / "base").glob(".nextn-merge*"))
+
+
+def test_another_head_than_the_interrupted_one_is_not_passed_over(halfway: tuple[Path, list[str]]) -> None:
+    stage, arguments = halfway
+    write(checkpoint(tiny_qwen3_5()), stage / "other", 3)
+    asked = [a.replace(str(stage / "donor"), str(stage / "other")) for a in arguments]
+    code, said = run("count", 0, asked)
+    assert code == 2
+    assert f"merge of {stage / 'donor'} into" in said
+    assert f"{stage / 'other'} was not placed" in said
+    assert read(stage / "base")["mtp.fc.weight"] == read(stage / "donor")["mtp.fc.weight"]
+    assert run("count", 0, [*asked, "--replace"])[0] == 0
+    assert read(stage / "base")["mtp.fc.weight"] == read(stage / "other")["mtp.fc.weight"]
+
+
+def test_a_merge_that_died_while_clearing_up_is_known_to_be_complete(halfway: tuple[Path, list[str]]) -> None:
+    stage, arguments = halfway
+    shutil.rmtree(stage / "base")
+    seen = 0
+    for at in range(1, 80):
+        write(headless(tiny_qwen3_5()), stage / "base", 1)
+        code, _ = run("kill", at, arguments)
+        if code == 0:
+            break
+        if list((stage / "base").glob(".nextn-merge-done-*")):
+            seen += 1
+            code, said = run("count", 0, arguments)
+            assert (code, "completed the interrupted merge" in said) == (0, True), said
+            assert len(read(stage / "base")) > 15
+        shutil.rmtree(stage / "base")
+    assert seen >= 2
+
+
+def test_a_lone_model_safetensors_becomes_a_shard_in_place(stage: Path) -> None:
+    """At every moment the base can be read, and afterwards through its index alone."""
+    folder = headless(tiny_qwen3_5())
+    folder.shards = {"model.safetensors": folder.shards[TRUNK_SHARD] | folder.shards[HEAD_SHARD]}
+    pristine = write(folder, stage / "pristine", 1)
+    base = stage / "lone"
+    arguments = ["merge", str(base), str(stage / "donor"), "--in-place"]
+    trunk = read(pristine)
+    wanted = {**trunk, **{k: v for k, v in read(stage / "donor").items() if k.startswith("mtp.")}}
+    for at in range(1, 80):
+        shutil.copytree(pristine, base)
+        code, said = run("kill", at, arguments)
+        if code == 0:
+            break
+        if (base / "model.safetensors.index.json").exists():
+            assert read(base) == wanted
+        else:
+            assert (base / "model.safetensors").exists()
+        code, said = run("count", 0, arguments)
+        assert code == 0 or "head already" in said, said
+        assert read(base) == wanted
+        assert sorted(p.name for p in base.glob("*.safetensors")) == [TRUNK_SHARD, HEAD_SHARD]
+        assert not list(base.glob(".nextn-merge*"))
+        shutil.rmtree(base)
+    else:
+        raise AssertionError("never ended by itself")

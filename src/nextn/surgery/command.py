@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nextn.checkpoint.source import open_checkpoint
+from nextn.checkpoint.source import Checkpoint, open_checkpoint
 from nextn.errors import NextnError
 from nextn.inspect.engines.versions import ENGINES
 from nextn.surgery.extract import plan_extract
-from nextn.surgery.inplace import interrupted, recover, require_in_place, write_in_place
+from nextn.surgery.inplace import Recovered, identity, interrupted, recover, require_in_place, write_in_place
 from nextn.surgery.merge import MergeOptions, plan_merge
 from nextn.surgery.plan import LinkMode, Plan
 from nextn.surgery.show import as_json, as_lines, print_json
@@ -66,15 +67,16 @@ def merge(
         raise NextnError("Either OUT or --in-place says where the result goes.", "Give exactly one of the two.")
     if interrupted(base) and not (in_place and not plan):
         raise NextnError(f"An in-place merge into {base} was interrupted.", "Repeat it with --in-place to finish it.")
-    if in_place and recover(base) == "completed":
-        _say_completed(base, json)
-        return
+    done = recover(base) if in_place and not plan else Recovered("nothing")
     opened = open_checkpoint(base), open_checkpoint(head, revision=revision, token=token)
+    if done.state == "completed":
+        _say_completed(done, base, opened[1], json)
+        return
     target = out if out is not None else base
     made = plan_merge(*opened, target, options)
     if in_place:
         require_in_place(made)
-        _carry_out(made, json, plan, write_in_place)
+        _carry_out(made, json, plan, partial(write_in_place, head=identity(opened[1])))
     else:
         refuse_existing(target)
         _carry_out(made, json, plan, write)
@@ -87,11 +89,20 @@ def _link(asked: str) -> LinkMode:
     raise NextnError(f"{asked!r} is no way to link.", "Choose --link hard, symlink or copy.")
 
 
-def _say_completed(base: Path, json: bool) -> None:
+def _say_completed(done: Recovered, base: Path, head: Checkpoint, json: bool) -> None:
+    """Raises NextnError where the merge that was completed placed another head than the one asked for now."""
+    placed = done.plan.get("head")
+    if done.head and done.head != identity(head):
+        raise NextnError(
+            f"An interrupted merge of {placed or 'another head'} into {base} was completed first;"
+            f" {head.source} was not placed.",
+            "Repeat the command with --replace to put it in that head's place.",
+        )
     if json:
-        print_json({"action": "merge", "out": str(base), "written": True, "recovered": True})
+        usual = {"action": "merge", "out": str(base), **done.plan}
+        print_json({**usual, "written": True, "recovered": True, "seconds": 0.0})
     else:
-        print(f"completed the interrupted merge into {base}")
+        print(f"completed the interrupted merge of {placed or head.source} into {base}")
 
 
 def _carry_out(

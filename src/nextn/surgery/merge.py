@@ -121,6 +121,7 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
         renamed=parts.renamed,
         left_out=parts.left_out,
         notes=_notes(base, facts, old, taken, options),
+        moved={a: b for a, b in taken.names.items() if a != b} if options.in_place else {},
     )
     verdicts = judged(listed(plan, base, taken.names), base, plan.head, options.engine)
     return replace(plan, notes=(*plan.notes, *verdicts))
@@ -229,10 +230,11 @@ def _files(base: Checkpoint, old: frozenset[str], options: MergeOptions) -> _Tak
         else:
             links.append(Link(path.resolve(), name, options.link, path.stat().st_size))
     head_file = _free_name({*base.files, *base.absent_files} if options.in_place else set(names))
-    if names == {"model.safetensors": "model.safetensors"} and not options.in_place:
-        # A loader that finds model.safetensors reads no index; as one of two shards it is found through it.
-        first, head_file = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-        names = {"model.safetensors": first}
+    # A loader that finds model.safetensors reads no index; as one of two shards it is found through it.
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    here = {*base.files, *base.absent_files} if options.in_place else set()
+    if names == {"model.safetensors": "model.safetensors"} and not here & {first, second}:
+        names, head_file = {"model.safetensors": first}, second
         links = [replace(link, file=first) for link in links]
         shards = [replace(shard, file=first) for shard in shards]
     return _Taken(tuple(links), tuple(shards), rewritten, dropped, names, head_file)
@@ -348,7 +350,7 @@ def _notes(
         notes.append(
             "Engines read every key of a file that they open, so shards that hold old head tensors are written anew."
         )
-    if options.in_place and base.index is None:
+    if "model.safetensors" in taken.names.values():
         notes.append("Loaders that look for model.safetensors first, such as transformers', do not read the index.")
     hidden = [] if options.in_place or base.root is None else sorted(p.name for p in base.root.glob(".*"))
     if hidden:

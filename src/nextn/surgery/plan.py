@@ -106,6 +106,7 @@ class Plan:
         links: files taken over unchanged.
         rewritten: base shards written anew without their head tensors: file -> keys left out.
         dropped: base files left out: file -> why.
+        moved: files of the base that an in-place merge gives another name: old -> new.
         shards: files written, rewritten ones first, the head's last.
         texts: JSON and text files, in the order in which they are written.
         edits: what changes in JSON files that the base has.
@@ -127,6 +128,7 @@ class Plan:
     renamed: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    moved: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def head(self) -> Shard:

@@ -25,6 +25,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "copied": by_mode["copy"],
             "rewritten": {f: list(keys) for f, keys in plan.rewritten.items()},
             "left_out": dict(plan.dropped),
+            "moved": dict(plan.moved),
             "head": head.file,
             "written": [*(s.file for s in plan.shards), *(t.file for t in plan.texts)],
         },
@@ -63,6 +64,7 @@ def as_lines(plan: Plan, only_plan: bool) -> list[str]:
     for file, keys in plan.rewritten.items():
         lines.append(f"  rewritten  {file} without {len(keys)} tensors of the old head")
     lines += [f"  left out   {file}: {why}" for file, why in plan.dropped.items()]
+    lines += [f"  moved      {old} -> {new}" for old, new in plan.moved.items()]
     lines.append(f"  written    {', '.join([plan.head.file, *(t.file for t in plan.texts)])}")
     casts = {(p.cast, p.dtype) for p in plan.head.pieces if p.cast}
     for before, after in sorted((str(a), b) for a, b in casts):
