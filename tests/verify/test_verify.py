@@ -38,7 +38,7 @@ from nextn.verify.probe import (
     unrolled,
 )
 from tests.fixtures import checkpoint
-from tests.surgery.builder import headless, tiny_qwen3_5, write
+from tests.surgery.builder import headless, tiny_qwen3_5, tiny_qwen3_next, write
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -339,3 +339,25 @@ def test_the_command_probes_text_and_ids(tmp_path: Path, text: list[int], capsys
     (tmp_path / "bad.json").write_text("[1, -2]")
     with pytest.raises(NextnError, match="token ids"):
         verify(str(embedded_model()), probe=tmp_path / "bad.json", json=True, **options)
+
+
+def test_engines_that_would_fail_are_warned_about(tmp_path: Path) -> None:
+    """The list exempts the head's checkpoint names, and SGLang builds Qwen3-Next's head under the target's."""
+    folder = checkpoint(tiny_qwen3_next())
+    folder.config["quantization_config"] = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["mtp"]}
+    found = check_contract(open_checkpoint(write(folder, tmp_path / "awq", 1)))
+    (note,) = [n for n in found.engines if n.startswith("SGLang")]
+    assert "fails (quant-runtime-name)" in note
+    done = run(str(tmp_path / "awq"))
+    assert f"warning: {note}" in done.stdout
+    assert check_contract(open_checkpoint(write(checkpoint(tiny_qwen3_5()), tmp_path / "whole", 1))).engines == ()
+
+
+def test_the_last_words_of_an_engine_that_died_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import sys\nfor n in range(30):\n    print('line', n, file=sys.stderr)\nsys.exit(3)\n")
+    monkeypatch.setitem(engine_check.WORKERS, "sglang", str(worker))
+    monkeypatch.setattr(engine_check, "_lacks", lambda python, engine: "")
+    found = check_load(gather(open_checkpoint(embedded_model())), "sglang")
+    assert found.detail.endswith("on this machine: line 29")
+    assert found.warnings == tuple(f"line {n}" for n in range(18, 29))

@@ -36,28 +36,37 @@ def extract(
     revision: Revision = None,
     token: Token = None,
 ) -> None:
-    """Take a checkpoint's MTP head out as a small folder of its own."""
+    """Take a checkpoint's MTP head out as a small folder of its own.
+
+    Examples: `nextn extract Qwen/Qwen3.5-4B head`, `nextn extract ./tuned head --plan`.
+    """
     made = plan_extract(open_checkpoint(model, revision=revision, token=token), out)
     refuse_existing(out)
     _carry_out(made, json, plan, write)
 
 
 def merge(
-    base: Annotated[Path, typer.Argument(help="Checkpoint folder that receives the head. It is not changed.")],
+    base: Annotated[Path, typer.Argument(help="Checkpoint folder that receives the head; changed by --in-place only.")],
     head: Annotated[str, typer.Argument(help="Head folder, whole checkpoint, or hub repository as org/name.")],
     out: Annotated[Path | None, typer.Argument(help="Folder to make; it must not exist.")] = None,
     link: Annotated[str, typer.Option(help="How OUT gets the base's shards: hard, symlink or copy.")] = "hard",
     replace: Annotated[bool, typer.Option("--replace", help="Replace the head that the base has.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the head in OUT: auto (the base's), bf16, fp16 or fp32.")] = "auto",
     experts: Annotated[str, typer.Option(help="Routed experts: auto, split or grouped.")] = "auto",
-    engine: Annotated[str | None, typer.Option(help="Write what this engine reads, e.g. vllm.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Write what this engine reads, e.g. vllm; refuse where it would fail.")
+    ] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Add the head to BASE itself; no OUT.")] = False,
     plan: Only = False,
     json: Json = False,
     revision: Revision = None,
     token: Token = None,
 ) -> None:
-    """Put an MTP head into a checkpoint: shards linked, index, config and quantisation lists updated with it."""
+    """Put an MTP head into a checkpoint: shards linked, index, config and quantisation lists updated with it.
+
+    Examples: `nextn merge BASE HEAD OUT --plan`, `nextn merge BASE HEAD OUT --replace`, `nextn merge BASE HEAD
+    --in-place`.
+    """
     options = MergeOptions(_link(link), replace, dtype, experts, engine, in_place)
     if experts not in ("auto", "split", "grouped"):
         raise NextnError(f"{experts!r} is no storage of experts.", "Choose auto, split or grouped.")

@@ -12,7 +12,7 @@ from nextn.assets import embedded_model
 from nextn.checkpoint.source import Checkpoint, open_checkpoint
 from nextn.errors import NextnError
 from nextn.verify.contract import ContractCheck, check_contract
-from nextn.verify.engine import LoadCheck, check_load
+from nextn.verify.engine import LAST_LINES, LoadCheck, check_load
 
 if TYPE_CHECKING:
     from nextn.verify.probe import Probe
@@ -34,7 +34,11 @@ def verify(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub repository.")] = None,
     token: Annotated[str | None, typer.Option(help="Hub token.", envvar="HF_TOKEN")] = None,
 ) -> None:
-    """Prove that a head is whole, that an engine loads it, and that it is wired right."""
+    """Prove that a head is whole, that an engine loads it, and that it is wired right.
+
+    Examples: `nextn verify MODEL` (the files alone), `nextn verify MODEL --engine sglang --engine-python
+    ~/sglang/bin/python`, `nextn verify MODEL --probe text.txt`.
+    """
     if engine is not None and engine not in ENGINES:
         raise NextnError(f"nextn knows no engine {engine!r} to load a head in.", f"Choose one of {', '.join(ENGINES)}.")
     checkpoint = open_checkpoint(model or str(embedded_model()), revision=revision, token=token)
@@ -100,6 +104,7 @@ def _as_json(
         "family": family.name if family else None,
         "verdict": verdict,
         "contract": contract.as_json(),
+        "engines": list(contract.engines),
         "load": load.as_json() if load else None,
         "probe": probed.as_json() if probed else None,
     }
@@ -121,13 +126,14 @@ def _lines(
     for problem in contract.problems:
         lines += [f"            {problem.code}: {problem.message}", f"              {problem.fix}"]
     lines += [f"            {r.severity}: {r.message}" for r in contract.remarks if r.severity == "warning"]
+    lines += [f"            warning: {note}" for note in contract.engines]
     if load:
         name = f"{load.engine} {load.version}".strip()
         lines.append(f"  load      {load.status} ({name}): {load.detail}")
         for survivor in load.survivors:
             keys = ", ".join(survivor.keys) or "no key that the family has"
             lines.append(f"            {survivor.parameter}: {survivor.share:.0%} not loaded; meant for it: {keys}")
-        lines += [f"            said: {warning}" for warning in load.warnings[:5]]
+        lines += [f"            said: {warning}" for warning in load.warnings[:LAST_LINES]]
         if load.from_target:
             lines.append(f"            taken from the target when both run: {', '.join(load.from_target)}")
         lines += [f"            stubbed: {package} ({why})" for package, why in load.stubs.items()]

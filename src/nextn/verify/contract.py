@@ -8,6 +8,7 @@ from typing import Any
 from nextn.checkpoint.source import Checkpoint
 from nextn.inspect.examine import Report, examine
 from nextn.inspect.findings import Finding
+from nextn.surgery.result import engine_notes
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class ContractCheck:
     Attributes:
         passed: a whole head is there, and nothing about it is an error.
         problems: findings of severity error; remarks: the others.
+        engines: a sentence for each serving engine that fails on the checkpoint or runs it badly.
     """
 
     report: Report
     passed: bool
     problems: tuple[Finding, ...]
     remarks: tuple[Finding, ...]
+    engines: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         facts = self.report.facts
@@ -48,4 +51,5 @@ def check_contract(checkpoint: Checkpoint, *, values: bool = False) -> ContractC
     report = examine(checkpoint, values=(lambda done, of: None) if values else None)
     problems = tuple(f for f in report.findings if f.severity == "error")
     remarks = tuple(f for f in report.findings if f.severity != "error")
-    return ContractCheck(report, report.facts.complete and not problems, problems, remarks)
+    engines = tuple(engine_notes(report)) if report.facts.complete else ()
+    return ContractCheck(report, report.facts.complete and not problems, problems, remarks, engines)

@@ -21,6 +21,14 @@ from nextn.inspect.facts import Facts
 Status = Literal["passed", "failed", "unavailable"]
 WORKERS = {"sglang": "sglang_worker.py", "vllm": "vllm_worker.py"}
 SECONDS = 1800
+LAST_LINES = 12
+"""How much of an engine's last words is passed on where it died."""
+
+
+INSIDE_TARGET = (
+    "transformers builds a head only inside its whole target, so that it is not loaded here; `nextn inspect` says which"
+    " families it runs"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def check_load(facts: Facts, engine: str, python: str | None = None, rows: Path 
     if engine == "nextn":
         return _check_nextn(facts)
     if engine not in WORKERS:
-        return LoadCheck(engine, "unavailable", f"{engine} has no class that loads this head apart from its target.")
+        return LoadCheck(engine, "unavailable", INSIDE_TARGET)
     interpreter = python or sys.executable
     missing = _lacks(interpreter, engine)
     if missing:
@@ -109,7 +117,10 @@ def check_load(facts: Facts, engine: str, python: str | None = None, rows: Path 
         if not result.is_file():
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             said = lines[-1].strip()[:300] if lines else f"exit status {done.returncode}"
-            return LoadCheck(engine, "unavailable", f"{engine} could not build its class on this machine: {said}")
+            detail = f"{engine} could not build its class on this machine: {said}"
+            return LoadCheck(
+                engine, "unavailable", detail, warnings=tuple(line[:300] for line in lines[-LAST_LINES:-1])
+            )
         logits = Path(f"{result}.npz")
         if rows is not None and logits.is_file():
             Path(f"{rows}.logits.npz").write_bytes(logits.read_bytes())
