@@ -17,6 +17,7 @@ from nextn.surgery.command import merge as merge_command
 from nextn.surgery.merge import MergeOptions, plan_merge
 from nextn.surgery.plan import Plan
 from nextn.surgery.result import listed
+from nextn.surgery.show import as_lines
 from nextn.surgery.write import disk_error, sweep
 from nextn.surgery.write import write as carry_out
 from tests.fixtures import HEAD_SHARD, TRUNK_SHARD, Folder, checkpoint
@@ -174,7 +175,8 @@ def test_lists_of_an_entry_a_layer_go_on_into_the_head(tmp_path: Path) -> None:
     own, tail = ["full_attention", "sliding_attention"], ["sliding_attention"] * 3
     donor = checkpoint(step_config(own + tail))
     base = headless(step_config(["full_attention", "full_attention"]))
-    merge(tmp_path, base, donor)
+    plan = merge(tmp_path, base, donor)
+    assert f"  edited     config.json layer_types: added {', '.join(tail)}" in as_lines(plan, False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["layer_types"] == ["full_attention", "full_attention", *tail]
     assert config["rope_theta"] == [1e4, 1e4 + 1, 1e4 + 2, 1e4 + 3, 1e4 + 4]

@@ -92,7 +92,8 @@ def _change(edit: Edit) -> str:
     before, after = edit.before, edit.after
     if isinstance(after, list):
         had = before if isinstance(before, list) else []
-        new = [str(v) for v in after if v not in had]
+        longer = after[: len(had)] == had
+        new = [str(v) for v in (after[len(had) :] if longer else [v for v in after if v not in had])]
         more = f", and {len(new) - 6} more" if len(new) > 6 else ""
         return f"added {', '.join(new[:6])}{more}"
     shown = [str(v) if v == ABSENT else json.dumps(v, ensure_ascii=False) for v in (before, after)]
