@@ -3,8 +3,8 @@
     python benchmarks/beside_sglang.py DIR --geometry 4b --out benchmarks/results/pair-h200.json
 
 DIR holds SGLang 0.5.17 packed for offline use with its own benchmark: a ``run.sh`` that takes ``4b:mtp:SECONDS`` and
-writes ``/tmp/o/res_4b_mtp.json`` with a row a batch size. Both use the geometry's shapes with random weights in bf16,
-K = 3, greedy; SGLang's attention runs on Triton.
+logs a line ``ROW {json}`` a batch size to ``/tmp/o/log_4b_mtp.txt`` as it goes. Both use the geometry's shapes with
+random weights in bf16, K = 3, greedy; SGLang's attention runs on Triton.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ def ours(geometry: str, batches: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def theirs(folder: Path, geometry: str, mode: str, seconds: int) -> dict[int, float]:
-    """Milliseconds a step or NEXTN iteration by batch size; {} where the engine did not come up in time."""
+    """Milliseconds a step or NEXTN iteration by batch size, for the sizes that it reached in the time given."""
     subprocess.run(["bash", str(folder / "run.sh"), f"{geometry}:{mode}:{seconds}"], check=False)
-    path = RESULTS / f"res_{geometry}_{mode}.json"
-    return {row["bs"]: row["step_ms"] for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    log = RESULTS / f"log_{geometry}_{mode}.txt"
+    return logged(log.read_text()) if log.exists() else {}
+
+
+def logged(text: str) -> dict[int, float]:
+    """The step times of a log, by batch size."""
+    rows = [json.loads(line[4:]) for line in text.splitlines() if line.startswith("ROW {")]
+    return {row["bs"]: round(row["step_ms"], 4) for row in rows}
 
 
 def main() -> None:

@@ -121,8 +121,19 @@ def parting(record: dict[str, Any]) -> list[str]:
     return table([*head, "parted with `--exact`"], rows)
 
 
+def together(record: dict[str, Any]) -> list[str]:
+    rows = (
+        (r["geometry"], r["batch"], f"{r['nextn_round_ms']:.2f}", f"{r['sglang_round_ms']:.2f}",
+         f"{r['sglang_round_ms'] / r['nextn_round_ms']:.2f}")
+        for r in record["rows"]
+        if r["sglang_round_ms"] is not None
+    )  # fmt: skip
+    return table(["geometry", "batch", "round ms: nextn", "SGLang", "times faster"], rows)
+
+
 def page() -> str:
     decode, peer, apart = (result(n) for n in ("decode-h200.json", "sglang-h200.json", "divergence-h200.json"))
+    pair = result("pair-h200.json")
     lines = [
         "# Performance",
         "",
@@ -140,9 +151,12 @@ def page() -> str:
         "## Beside SGLang",
         "",
         f"{source('sglang-h200.json', peer)} {peer['note']}",
-        "Milliseconds; nextn at 1,024 positions of context, SGLang at 512 to 768. The two have not run on one machine.",
+        "Milliseconds; nextn at 1,024 positions of context, SGLang at 512 to 768; different machines.",
         "",
         *anchor(decode, peer),
+        f"On one machine, one after the other. {source('pair-h200.json', pair)} {pair['note']}",
+        "",
+        *together(pair),
         *extras(decode),
         "## Greedy tokens in bf16 with the head on and off",
         "",
