@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.fixtures import HEAD_SHARD, Folder, checkpoint, qwen3_5, qwen3_5_moe,
 from tests.inspect import cases
 from tests.inspect.asking import LINEARS, SMALL, ask, codes, small, tensors
 from tests.inspect.test_families import folder_of
+from tests.oracle.checkpoints import make_checkpoint
 
 
 def verdicts(report: Report, *engines: str) -> tuple[str, ...]:
@@ -263,3 +265,22 @@ def test_reasons_are_findings_and_failures_are_errors(tmp_path: Path) -> None:
             if verdict.verdict == "fails":
                 assert verdict.error
                 assert "error" in found.values(), (at, name)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_nextn_says_of_itself_what_its_engine_says(tmp_path: Path, change: dict[str, object], what: str) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2")
+    clean = examine(open_checkpoint(str(folder))).as_json()["engines"]["nextn"]
+    assert clean["verdict"] == "works"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    verdict = examine(open_checkpoint(str(folder))).as_json()["engines"]["nextn"]
+    assert verdict["verdict"] == "unsupported"
+    assert what in verdict["notes"][0]

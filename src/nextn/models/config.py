@@ -15,6 +15,7 @@ Kind = Literal["full", "linear"]
 FULL: Kind = "full"
 LINEAR: Kind = "linear"
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 REQUIRED = ("hidden", "vocab", "layers", "heads", "kv_heads", "head_dim")
 
 
@@ -99,13 +100,7 @@ def decoder_config(config: Mapping[str, Any], *, head_layers: int | None = None)
             f"config.json has {dims['heads']} attention heads and {dims['kv_heads']} key-value heads, no multiple.",
             "Correct config.json.",
         )
-    if text.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise NextnError(
-            f"nextn does not run the activation {text['hidden_act']!r}.", "Only silu models are supported."
-        )
-    if text.get("mlp_bias"):
-        raise NextnError("nextn does not run biases in MLPs (mlp_bias).", "Only MLPs without biases are supported.")
-    _refuse_sliding_window(text, dims["layers"])
+    refuse_features(text)
     kinds = _layer_kinds(text, dims["layers"], family)
     if "linear" in kinds:
         lacking = [n for n in ("gdn_k_heads", "gdn_v_heads", "gdn_k_dim", "gdn_v_dim", "conv") if dims.get(n, 0) <= 0]
@@ -173,14 +168,25 @@ def _layer_kinds(text: Mapping[str, Any], layers: int, family: Family) -> tuple[
     return tuple([short[kind] for kind in listed])
 
 
-def _refuse_sliding_window(text: Mapping[str, Any], layers: int) -> None:
-    """transformers ``modeling_qwen2.py``: with use_sliding_window, layers from max_window_layers on look back
-    sliding_window positions only; newer configs list such layers in layer_types."""
-    listed = text.get("layer_types")
+def refuse_features(text: Mapping[str, Any]) -> None:
+    """Raise NextnError where a config switches on what the modules do not compute.
+
+    Sliding windows: with use_sliding_window, layers from max_window_layers on look back sliding_window positions only
+    (transformers ``modeling_qwen2.py``); newer configs list such layers in layer_types.
+    """
+    if text.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise NextnError(
+            f"nextn does not run the activation {str(text['hidden_act'])[:40]!r}.", "Only silu models are supported."
+        )
+    if text.get("mlp_bias"):
+        raise NextnError("nextn does not run biases in MLPs (mlp_bias).", "Only MLPs without biases are supported.")
+    kind = _rope(text)["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise NextnError(f"nextn does not run rope_type {str(kind)[:40]!r}.", f"It runs {', '.join(ROPE_TYPES)}.")
+    listed, first, layers = text.get("layer_types"), text.get("max_window_layers"), text.get("num_hidden_layers")
     by_list = isinstance(listed, list) and "sliding_attention" in listed
-    first = text.get("max_window_layers")
-    by_flag = text.get("use_sliding_window") and text.get("sliding_window") and (first is None or first < layers)
-    if by_list or by_flag:
+    some = not isinstance(first, int) or not isinstance(layers, int) or first < layers
+    if by_list or (text.get("use_sliding_window") and text.get("sliding_window") and some):
         raise NextnError(
             "nextn does not run sliding-window attention, which config.json switches on.",
             "Use an engine that does; `nextn inspect` prints its command.",
@@ -196,7 +202,8 @@ def _sparse_layers(text: Mapping[str, Any], layers: int, moe: bool) -> tuple[boo
 
 def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rope parameters, from either spelling (``rope_parameters``, or theta and ``rope_scaling``)."""
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    given = text.get("rope_parameters") or text.get("rope_scaling")
+    rope = dict(given) if isinstance(given, Mapping) else {}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
     if rope["rope_type"] == "mrope":

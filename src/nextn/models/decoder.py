@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nextn.errors import NextnError
 from nextn.kernels.linear import linear
 from nextn.kernels.rope import Rope, rope_tables
 from nextn.models.blocks import MLP, Attention, GatedDeltaNet, MoE, RMSNorm
@@ -59,12 +58,8 @@ class Rotary(nn.Module):
         if kind == "default":
             steps = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu") / config.rotary_dim
             inv_freq = 1.0 / (float(config.rope["rope_theta"]) ** steps)
-        elif kind in ("linear", "llama3", "yarn"):
-            inv_freq, self.scaling = _scaled_frequencies(config, kind)
         else:
-            raise NextnError(
-                f"nextn does not run rope_type {str(kind)[:40]!r}.", "It runs default, linear, llama3 and yarn."
-            )
+            inv_freq, self.scaling = _scaled_frequencies(config, kind)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:

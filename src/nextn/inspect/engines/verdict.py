@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nextn.errors import NextnError
+from nextn.families.geometry import text_config
 from nextn.inspect.case import Case
 from nextn.inspect.engines.build import kinds_of
 from nextn.inspect.engines.commands import command
@@ -14,6 +16,7 @@ from nextn.inspect.engines.support import SUPPORT, Support
 from nextn.inspect.engines.table import ENGINE, REFUSED, TRANSFORMERS_REASON
 from nextn.inspect.engines.versions import parse_version
 from nextn.inspect.findings import Finding
+from nextn.models.config import refuse_features
 
 Level = Literal["works", "degraded", "fails", "unsupported", "unknown"]
 WORSE: tuple[Level, ...] = ("works", "unknown", "degraded", "fails")
@@ -127,6 +130,10 @@ def _judge_nextn(case: Case, codes: frozenset[str], version: str) -> Verdict:
     if case.scheme is not None:
         note = f"nextn decodes full-precision weights; this checkpoint is {case.scheme.method}: use SGLang or vLLM."
         return Verdict("unsupported", version=version, basis=basis, notes=(note,))
+    try:
+        refuse_features(text_config(facts.checkpoint.config))
+    except NextnError as refusal:
+        return Verdict("unsupported", version=version, basis=basis, notes=(refusal.what,))
     blocking = ("weights-missing", "file-unreadable", "shard-missing", "head-missing", "head-partial", "shape-mismatch",
                 "not-an-mtp-head", "tensors-unexpected", "quant-undeclared", "scales-stale")  # fmt: skip
     reasons = tuple(c for c in blocking if c in codes)
