@@ -191,6 +191,15 @@ def test_14_grouped_experts_come_over_whole_and_half_of_them_are_refused(tmp_pat
         merge(base, tmp_path / "half", tmp_path / "no")
 
 
+def test_experts_stored_both_ways_are_refused(tmp_path: Path) -> None:
+    config = tiny_qwen3_5_moe(experts=4)
+    donor = write(checkpoint(config, experts="split"), tmp_path / "donor", 2)
+    stacked = write(checkpoint(config, experts="grouped"), tmp_path / "stacked", 2)
+    (stacked / HEAD_SHARD).rename(donor / "more.safetensors")
+    with pytest.raises(NextnError, match="holds its experts twice"):
+        plan_extract(open_checkpoint(donor), tmp_path / "out")
+
+
 def test_15_copies_of_shared_tensors_are_neither_needed_nor_taken(tmp_path: Path) -> None:
     """GLM-4.5 ships copies of the embedding and the output head, 4.6 (the control) does not: both merge to the same."""
     config = glm(False)

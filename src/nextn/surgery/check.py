@@ -44,6 +44,12 @@ def require_whole(facts: Facts) -> None:
         )
     if not facts.head:
         raise NextnError(f"{source} holds no MTP head.", "Name a checkpoint that does; `nextn inspect` shows it.")
+    split = [t.weight.key for t in facts.head.values() if t.spec.experts == "split"]
+    if facts.stacked and split:
+        raise NextnError(
+            f"The head in {source} holds its experts twice, stacked and one by one ({few(split)}).",
+            "Remove one of the two storages; which one an engine reads differs.",
+        )
     if facts.missing:
         raise NextnError(
             f"The head in {source} is partial: {len(facts.missing)} of {len(facts.expected)} tensors are missing"
