@@ -110,12 +110,8 @@ class Engine:
         """
         if not requests:
             return
-        graphs = self.graphs and _fixed_shapes(requests, self.target.config.vocab)
-        spare = spare_positions(self.lengths.most, int(graphs))
+        spare = spare_positions(self.lengths.most, int(self.graphs))
         rooms = [len(r.prompt) + token_limit(r, self.target.config) + spare for r in requests]
-        # Graphs keep a page and a sequence for padding.
-        cache = self._cache([*rooms, 1] if graphs else rooms)
-        self.stats.cache_bytes = cache.nbytes
         total, done = sum(len(r.prompt) for r in requests), 0
 
         def prefilled(rows: int) -> None:
@@ -124,21 +120,7 @@ class Engine:
             if progress is not None:
                 progress(done, total)
 
-        runner = self._runner(cache, max(rooms))
-        executor: Executor | None = None
-        if graphs:
-            from nextn.engine.graphs import GraphExecutor
-
-            executor = GraphExecutor(runner, cache)
-        scheduler = Scheduler(
-            runner,
-            cache,
-            self.lengths,
-            executor=executor,
-            chunk=self.chunk,
-            prompt_rows=None,
-            prefilled=prefilled,
-        )
+        scheduler = self.scheduler(rooms, requests, prefilled=prefilled)
         for request in requests:
             scheduler.add(request)
         before = replace(self.stats)
@@ -151,6 +133,36 @@ class Engine:
                 if s.error is not None:
                     raise s.error
             yield news
+
+    def scheduler(
+        self,
+        rooms: Sequence[int],
+        examples: Sequence[Request],
+        *,
+        prefilled: Callable[[int], None] | None = None,
+    ) -> Scheduler:
+        """A scheduler over a new pool, for requests that come and go.
+
+        Args:
+            rooms: positions of the sequences that the pool holds at once; a sequence may have as many as the largest.
+            examples: requests like those to come; where they allow it, rounds run as graphs.
+            prefilled: called with the rows of each prefill forward.
+        Raises:
+            NextnError: the pool does not fit into memory.
+        """
+        # Graphs keep a page and a sequence for padding.
+        graphs = self.graphs and _fixed_shapes(examples, self.target.config.vocab)
+        cache = self._cache([*rooms, 1] if graphs else rooms)
+        self.stats.cache_bytes = cache.nbytes
+        runner = self._runner(cache, max(rooms))
+        executor: Executor | None = None
+        if graphs:
+            from nextn.engine.graphs import GraphExecutor
+
+            executor = GraphExecutor(runner, cache)
+        return Scheduler(
+            runner, cache, self.lengths, executor=executor, chunk=self.chunk, prompt_rows=None, prefilled=prefilled
+        )
 
     def _runner(self, cache: Cache, longest: int) -> Runner:
         if self.fused:

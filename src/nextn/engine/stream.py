@@ -43,9 +43,9 @@ class Detokenizer:
         self._context = len(self._ids)
         self._shown = len(decode(self._ids))
 
-    def push(self, id: int) -> str:
-        """The text that one more id settles; "" while a character is incomplete."""
-        self._ids.append(id)
+    def push(self, *ids: int) -> str:
+        """The text that further ids settle; "" while a character is incomplete."""
+        self._ids += ids
         text = self._decode(self._ids)
         settled = len(text.rstrip(REPLACEMENT))
         piece = text[self._shown : settled]

@@ -1,0 +1,1 @@
+"""Turn a GGUF file into a folder that transformers and nextn load."""
