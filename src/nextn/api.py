@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
@@ -17,12 +17,13 @@ import torch
 
 from nextn.assets import embedded_model
 from nextn.checkpoint.download import local_folder
+from nextn.checkpoint.draft_ids import draft_ids
 from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.admission import context_room
 from nextn.engine.auto import AutoLength
 from nextn.engine.defaults import GenerationDefaults, read_defaults
 from nextn.engine.draft_length import FixedLength
-from nextn.engine.draft_vocab import calibrated_ids
+from nextn.engine.draft_vocab import calibrated_ids, checked_ids
 from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Round, Running, TokenLogprob
@@ -33,6 +34,7 @@ from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import LoadReport, Progress, default_dtype, load_decoder, load_drafter
 from nextn.options import (
     DecodingOptions,
+    DraftVocabulary,
     GenerateOptions,
     Prompt,
     SamplingOptions,
@@ -62,6 +64,7 @@ class Model:
         tokenizer: None where the checkpoint ships none.
         defaults: stop ids and sampling defaults that the checkpoint declares.
         report, draft_report: what loading read and holds.
+        draft_ids: the only ids that the head was trained to draft, as the file beside it says; None is all.
     """
 
     folder: Path
@@ -71,6 +74,7 @@ class Model:
     defaults: GenerationDefaults
     report: LoadReport
     draft_report: LoadReport | None = None
+    draft_ids: list[int] | None = None
 
     @property
     def has_head(self) -> bool:
@@ -210,6 +214,7 @@ def load(
     draft, draft_report = None, None
     if mtp and separate_draft:
         draft, draft_report = load_drafter(checkpoint, dtype=kind, device=where, head=head_source, progress=progress)
+    drafted = draft_ids(head_source if head_source is not None else checkpoint) if mtp else None
     tokenizer = load_tokenizer(folder)
     defaults = read_defaults(
         checkpoint.config, checkpoint.json("generation_config.json"), tokenizer.eos_ids if tokenizer else ()
@@ -218,7 +223,7 @@ def load(
         SamplingParams(**{"max_tokens": MAX_NEW_TOKENS, **defaults.options})
     except NextnError as error:
         raise NextnError(f"In {folder / 'generation_config.json'}, {error.what}", error.fix) from None
-    return Model(folder, target, draft, tokenizer, defaults, report, draft_report)
+    return Model(folder, target, draft, tokenizer, defaults, report, draft_report, drafted)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -304,6 +309,23 @@ def frequent_vocab(model: Model, count: int, text: Path | None = None) -> list[i
     )
 
 
+def draft_vocabulary(model: Model, asked: DraftVocabulary) -> list[int] | None:
+    """The ids to draft from, ascending; None is all.
+
+    Args:
+        asked: ids, how many of the most frequent, ``full``, or None for what the head was trained to draft.
+    Raises:
+        NextnError: no ids, ids outside the vocabulary, another word than ``full``, and as `frequent_vocab`.
+    """
+    if isinstance(asked, str) and asked != "full":
+        raise NextnError(f"draft_vocab is {asked[:40]!r}.", "Give ids, how many, or 'full'.")
+    if isinstance(asked, str) or (asked is None and model.draft_ids is None):
+        return None
+    ids = frequent_vocab(model, asked) if isinstance(asked, int) else asked if asked is not None else model.draft_ids
+    assert ids is not None
+    return checked_ids(ids, model.target.config.vocab)
+
+
 def stream(model: Model, prompt: Prompt, **options: Unpack[DecodingOptions]) -> Iterator[Step]:
     """Decode one prompt and yield what each forward gave; options as in `generate`. Bad options are refused at once."""
     batch, single = as_prompts(prompt)
@@ -325,7 +347,7 @@ class Run:
         prompts: Sequence[Prompt],
         *,
         draft_tokens: int | Literal["auto"] | None = None,
-        draft_vocab: int | Iterable[int] | None = None,
+        draft_vocab: DraftVocabulary = None,
         chunk: int = 512,
         exact: bool = False,
         options_each: Sequence[Mapping[str, Any]] | None = None,
@@ -338,7 +360,7 @@ class Run:
             raise NextnError(f"draft_tokens is {draft_tokens!r}.", "Give a whole number from 0 to 8, or 'auto'.")
         self.model, self.progress = model, progress
         lengths = AutoLength() if draft_tokens == "auto" else FixedLength(draft_tokens)
-        vocab = frequent_vocab(model, draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
+        vocab = draft_vocabulary(model, draft_vocab) if draft_tokens else None
         self.engine = Engine(
             model.target, draft=model.draft, draft_tokens=lengths, draft_vocab=vocab, chunk=chunk, exact=exact
         )

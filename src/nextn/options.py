@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nextn.api import Step
 
 Prompt = str | Sequence[int]
+DraftVocabulary = int | Iterable[int] | Literal["full"] | None
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -40,14 +41,15 @@ class DecodingOptions(SamplingOptions, total=False):
     """Options of one decoding.
 
     draft_tokens: K, 0 to 8, or ``auto``; 3 by default, 0 decodes without the head.
-    draft_vocab: ids that can be drafted, or how many of the most frequent.
+    draft_vocab: ids that can be drafted, how many of the most frequent, or ``full``; by default those that the head
+        was trained to draft.
     exact: the same bits with the head on and off (`Engine`).
     chunk: prompt tokens a prefill forward.
     progress: called with (prompt positions done, in all).
     """
 
     draft_tokens: int | Literal["auto"] | None
-    draft_vocab: int | Iterable[int] | None
+    draft_vocab: DraftVocabulary
     exact: bool
     chunk: int
     progress: Callable[[int, int], None] | None

@@ -119,12 +119,17 @@ def test_files_of_ids(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ids"
     path.write_text(text)
     assert read_ids(path) == [3, 1, 4]
+    path.write_text('{"ids": [3, 1, 4]}')
+    assert read_ids(path) == [1, 3, 4]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ids"
-    path.write_text('{"a": 1}')
+    path.write_text("a: 1")
     with pytest.raises(NextnError, match="something else"):
+        read_ids(path)
+    path.write_text('{"a": 1}')
+    with pytest.raises(NextnError, match="lists no token ids"):
         read_ids(path)
     with pytest.raises(NextnError, match="cannot be read"):
         read_ids(tmp_path / "none")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from nextn.errors import NextnError
+from nextn.options import DraftVocabulary
+
+if TYPE_CHECKING:
+    from nextn.api import Model
 
 SAMPLING = "Sampling and stops (defaults: the checkpoint's generation_config.json, else greedy)"
 LOADING = "Loading"
@@ -44,7 +48,10 @@ def generate(
     ] = None,
     draft_vocab: Annotated[
         str | None,
-        typer.Option(help="Draft only the N most frequent tokens, or a file of ids; the output is the same."),
+        typer.Option(
+            help="Draft only the N most frequent tokens, or a file of ids; the output is the same. "
+            "[what the head was trained to draft; full drafts from all]"
+        ),
     ] = None,
     draft_vocab_text: Annotated[
         Path | None, typer.Option(help="Text like the output, to count frequent tokens for --draft-vocab N in.")
@@ -158,7 +165,6 @@ def generate(
     }
 
     from nextn import api
-    from nextn.engine.draft_vocab import read_ids
     from nextn.engine.progress import loading
     from nextn.engine.threads import fit_threads
 
@@ -193,16 +199,11 @@ def generate(
     else:
         assert text is not None
         given_prompt = text
-    vocab: list[int] | None = None
-    if draft_vocab is not None and draft_vocab.isdecimal():
-        vocab = api.frequent_vocab(loaded, int(draft_vocab), draft_vocab_text)
-    elif draft_vocab is not None:
-        vocab = read_ids(Path(draft_vocab))
     run = api.Run(
         loaded,
         [given_prompt],
         draft_tokens=0 if no_mtp else length,
-        draft_vocab=vocab,
+        draft_vocab=asked_vocab(loaded, draft_vocab, draft_vocab_text),
         chunk=chunk,
         exact=exact,
         **options,
@@ -219,6 +220,20 @@ def generate(
         printer.step(step)
     printer.end()
     print(summary(run.results[0], api.memory(loaded, run)), file=sys.stderr)
+
+
+def asked_vocab(model: Model, asked: str | None, text: Path | None = None) -> DraftVocabulary:
+    """The value of ``--draft-vocab``: how many ids, a file of them, full, or None for the head's own.
+
+    Args:
+        text: where frequent ids are counted.
+    """
+    from nextn import api
+    from nextn.engine.draft_vocab import read_ids
+
+    if asked is None or asked == "full":
+        return "full" if asked else None
+    return api.frequent_vocab(model, int(asked), text) if asked.isdecimal() else read_ids(Path(asked))
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str | None:

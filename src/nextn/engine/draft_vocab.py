@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nextn.checkpoint.draft_ids import listed_ids
+from nextn.checkpoint.jsonfile import read_json
 from nextn.engine.text import Tokenizer
 from nextn.errors import NextnError
 from nextn.kernels.linear import linear
@@ -77,12 +79,14 @@ def checked_ids(ids: Iterable[int], vocab: int) -> list[int]:
 
 
 def read_ids(path: Path) -> list[int]:
-    """Ids of a file: a JSON list, or whole numbers with spaces, commas or line breaks between.
+    """Ids of a file: a JSON list, whole numbers with spaces, commas or line breaks between, or ``draft_vocab.json``.
 
     Raises:
         NextnError: the file cannot be read or holds something else.
     """
     text = _text(path)
+    if text.lstrip().startswith("{"):
+        return listed_ids(read_json(path), str(path))
     if not re.fullmatch(r"\s*\[?[\d\s,]*\]?\s*", text):
         raise NextnError(f"{path} holds something else than token ids.", "Give a JSON list of whole numbers.")
     return [int(number) for number in re.findall(r"\d+", text)]

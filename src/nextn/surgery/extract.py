@@ -1,14 +1,15 @@
 """Plan an extraction: the head of a checkpoint as a folder of its own.
 
-The folder holds config.json (the source's, so that the head's geometry is known), an index, one safetensors file, and
-a card that names every tensor's sha256 in the source. `nextn merge`, `nextn train` and engines that take a draft
-directory read it.
+The folder holds config.json (the source's, so that the head's geometry is known), an index, one safetensors file, the
+ids that the head drafts where the source lists them, and a card that names every tensor's sha256 in the source.
+`nextn merge`, `nextn train` and engines that take a draft directory read it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from nextn.checkpoint.draft_ids import DRAFT_IDS, draft_ids
 from nextn.checkpoint.source import INDEX_NAME, Checkpoint
 from nextn.inspect.facts import gather
 from nextn.surgery.card import card
@@ -54,6 +55,9 @@ def plan_extract(model: Checkpoint, out: Path) -> Plan:
     beside = model.json(QUANT_FILE)
     if beside is not None and head.quantised:
         texts.append(to_text(QUANT_FILE, beside))
+    ids = draft_ids(model)
+    if ids is not None:
+        texts.append(to_text(DRAFT_IDS, {"ids": ids}))
     about = {"from": model.source, "family": family.name, "layers": depth, "tensors": len(pieces), "bytes": total}
     return Plan(
         action="extract",

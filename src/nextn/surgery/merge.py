@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nextn.checkpoint.draft_ids import DRAFT_IDS, draft_ids
 from nextn.checkpoint.header import read_header
 from nextn.checkpoint.source import INDEX_NAME, Checkpoint
 from nextn.errors import NextnError
@@ -98,6 +99,7 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
     if is_quantised(config) or method(config, beside):
         config, quant = _exempted(config, beside, base, old, family, parts, pieces, layers)
     texts, changed = _texts(base, config, quant, index)
+    texts = (*_draft_ids(head, facts.dims.get("vocab", 0)), *texts)
     plan = Plan(
         action="merge",
         out=out,
@@ -114,7 +116,7 @@ def plan_merge(base: Checkpoint, head: Checkpoint, out: Path, options: MergeOpti
         },
         links=() if options.in_place else (*taken.links, *_companions(root, base, options)),
         rewritten=taken.rewritten,
-        dropped=taken.dropped,
+        dropped=taken.dropped | _stale_ids(base, head),
         shards=(*taken.shards, Shard(taken.head_file, pieces, {"format": "pt"})),
         texts=texts,
         edits=changed,
@@ -312,12 +314,30 @@ def _texts(
     return (*texts, to_text(INDEX_NAME, index)), tuple(changed)
 
 
+def _draft_ids(head: Checkpoint, vocab: int) -> tuple[Text, ...]:
+    """The list of ids that a head drafts goes with the head."""
+    ids = draft_ids(head)
+    if ids is None:
+        return ()
+    if ids[-1] >= vocab:
+        raise NextnError(
+            f"{DRAFT_IDS} of the head names id {ids[-1]}, and the base has {vocab}.", "Take a head of this model."
+        )
+    return (to_text(DRAFT_IDS, {"ids": ids}),)
+
+
+def _stale_ids(base: Checkpoint, head: Checkpoint) -> dict[str, str]:
+    assert base.root is not None
+    stale = (base.root / DRAFT_IDS).is_file() and draft_ids(head) is None
+    return {DRAFT_IDS: "lists the ids of the old head"} if stale else {}
+
+
 def _companions(root: Path, base: Checkpoint, options: MergeOptions) -> tuple[Link, ...]:
     """Tokenizer, templates, code and whatever else lies in the base, hidden files aside.
 
     A link to a folder becomes a link to the same folder.
     """
-    ours = {*base.files, "config.json", INDEX_NAME, QUANT_FILE}
+    ours = {*base.files, "config.json", INDEX_NAME, QUANT_FILE, DRAFT_IDS}
     links: list[Link] = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith("."))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nextn import api
+from nextn.options import DraftVocabulary
 from nextn.train.acceptance import BUCKETS, Acceptance
 from nextn.train.packing import Document, PackedBatch
 
@@ -36,6 +37,7 @@ def decode_acceptance(
     given: list[Document],
     *,
     draft_tokens: int,
+    draft_vocab: DraftVocabulary = None,
     max_tokens: int,
     temperature: float,
     seed: int = 0,
@@ -46,6 +48,7 @@ def decode_acceptance(
 
     Args:
         given: prompts, with the domain that their rounds count for.
+        draft_vocab: as `api.draft_vocabulary` takes it.
         temperature: 0 is greedy; nothing else of the checkpoint's own sampling is used.
         progress: called with (prompts done, prompts in all).
     Returns:
@@ -59,6 +62,7 @@ def decode_acceptance(
             model,
             [list(d.ids) for d in part],
             draft_tokens=draft_tokens,
+            draft_vocab=draft_vocab,
             options_each=[
                 {
                     "temperature": temperature,

@@ -31,6 +31,13 @@ def eval_(
     ] = None,
     head: Annotated[str | None, typer.Option(help="Judge the head in this folder instead.")] = None,
     draft_tokens: Annotated[int, typer.Option("--draft-tokens", "-k", help="Draft length K, 1 to 8.")] = 3,
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft only the N most frequent tokens, or a file of ids. "
+            "[what the head was trained to draft; full drafts from all]"
+        ),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="Also measure at this temperature, beside greedy.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text to judge, about; 0 is all.")] = 65536,
     max_length: Annotated[int, typer.Option(help="Longest text; longer ones are cut.")] = 2048,
@@ -75,7 +82,10 @@ def eval_(
     if temperature is not None and not 0 < temperature < float("inf"):
         raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
 
+    import torch
+
     from nextn import api
+    from nextn.engine.command import asked_vocab
     from nextn.engine.progress import loading
     from nextn.train.data import Batches, batches
     from nextn.train.decode_eval import decode_acceptance, prompts
@@ -95,6 +105,8 @@ def eval_(
             cache_dir=cache_dir,
             progress=progress,
         )
+    vocab = api.draft_vocabulary(loaded, asked_vocab(loaded, draft_vocab))
+    ids = torch.tensor(vocab, device=loaded.target.embed.weight.device) if vocab is not None else None
 
     def texts() -> Batches:
         reader = LineReader(
@@ -116,11 +128,19 @@ def eval_(
                 return
 
     with Progress("judging", "tokens", tokens or None, sys.stderr) as bar:
-        judged = evaluate(loaded.target, limited(), draft_tokens=draft_tokens, temperature=temperature, progress=bar.at)
+        judged = evaluate(
+            loaded.target,
+            limited(),
+            draft_tokens=draft_tokens,
+            temperature=temperature,
+            draft_ids=ids,
+            progress=bar.at,
+        )
     found: dict[str, Any] = {
         "model": str(model or "nextn-tiny"),
         "head": head,
         "data": data,
+        "draft_vocab": len(vocab) if vocab is not None else None,
         **judged.as_json(),
         "decode": None,
         "decode_sampled": None,
@@ -136,6 +156,7 @@ def eval_(
                     loaded,
                     starts,
                     draft_tokens=draft_tokens,
+                    draft_vocab=vocab if vocab is not None else "full",
                     max_tokens=max_tokens,
                     temperature=heat,
                     seed=seed,
@@ -176,6 +197,8 @@ def screen(found: dict[str, Any]) -> list[str]:
         lines.append(row(f"  greedy, domain {name}"[: width - 1], counts))
     own = found["own_text"]
     lines.append(f"{found['tokens']} tokens judged, {100 * own:.1f}% of them the target's own choice.")
+    if found["draft_vocab"] is not None:
+        lines.append(f"The head drafts {found['draft_vocab']:,} ids only.")
     return lines
 
 

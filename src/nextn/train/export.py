@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nextn.checkpoint.draft_ids import DRAFT_IDS
 from nextn.checkpoint.source import Checkpoint, open_checkpoint
 from nextn.errors import NextnError
 from nextn.models.load import DTYPES, count_head_layers
@@ -21,8 +22,6 @@ from nextn.surgery.settings import with_count, without_quantisation
 from nextn.surgery.write import write
 from nextn.train.shard import gathered
 from nextn.train.start import Start
-
-VOCAB_FILE = "draft_vocab.json"
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -52,6 +51,15 @@ def write_head(begun: Start, out: Path, *, first: bool) -> None:
     save_file(state, stage, metadata={"format": "pt"})
     os.replace(stage, out / HEAD_FILE)
     write_json(out / "config.json", config)
+
+
+def place_draft_ids(out: Path, ids: Tensor | None) -> None:
+    """Write the ids that the head is trained to draft into its folder; no file says all."""
+    if ids is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / DRAFT_IDS, {"ids": ids.tolist()})
+    else:
+        (out / DRAFT_IDS).unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

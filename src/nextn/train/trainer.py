@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextn.checkpoint.draft_ids import listed_ids
 from nextn.checkpoint.jsonfile import read_json
 from nextn.checkpoint.source import Checkpoint
 from nextn.errors import NextnError
@@ -21,7 +22,7 @@ from nextn.train.checkpoints import Checkpoints
 from nextn.train.config import RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate
-from nextn.train.export import VOCAB_FILE, merge_head, write_head, write_json
+from nextn.train.export import merge_head, place_draft_ids, write_head
 from nextn.train.hidden_cache import CachedSource
 from nextn.train.log import FILE, RunLog
 from nextn.train.losses import LossSpec
@@ -101,6 +102,8 @@ class Trainer:
         self.step = HeadStep(self.begun, config, processes, spec)
         self.tally = Tally()
         self._resume()
+        if processes.first:
+            place_draft_ids(self.output, self.vocab)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step and write the head; returns the facts that the command prints."""
@@ -144,20 +147,19 @@ class Trainer:
         return DataSource(self.config, reader, self.processes)
 
     def _draft_vocab(self, vocab: int) -> Tensor | None:
-        """[ids] ascending, written beside the head."""
+        """[ids] ascending."""
         wanted = self.config.draft_vocab
         if wanted is None:
             return None
         if isinstance(wanted, int):
             ids = frequent_ids(self.source.once(), wanted, vocab)
         else:
-            listed = read_json(Path(wanted)).get("ids")
-            if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < vocab for i in listed) or not listed:
-                raise NextnError(f"{wanted} lists no ids of this vocabulary.", 'Write {"ids": [0, 1, ...]}.')
-            ids = torch.tensor(sorted(set(listed)))
-        if self.processes.first:
-            self.output.mkdir(parents=True, exist_ok=True)
-            write_json(self.output / VOCAB_FILE, {"ids": ids.tolist()})
+            listed = listed_ids(read_json(Path(wanted)), wanted)
+            if listed[-1] >= vocab:
+                raise NextnError(
+                    f"{wanted} names id {listed[-1]}, and the vocabulary has {vocab}.", "Name ids of this model."
+                )
+            ids = torch.tensor(listed)
         return ids.to(self.processes.device)
 
     def _identity(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from nextn.checkpoint.draft_ids import DRAFT_IDS, draft_ids
+from nextn.errors import NextnError
 from nextn.families.contract import ANY, fits
 from nextn.inspect.case import Case
 from nextn.inspect.facts import HeadTensor, architecture
@@ -355,6 +357,30 @@ def head_alone(case: Case) -> Iterator[Finding]:
         )
 
 
+def draft_vocab(case: Case) -> Iterator[Finding]:
+    """The ids that the head was trained to draft, where they are not all."""
+    facts = case.facts
+    if case.is_gguf or not facts.head:
+        return
+    try:
+        ids = draft_ids(facts.checkpoint)
+    except NextnError as error:
+        yield Finding("draft-vocab", "warning", error.what, f"Remove {DRAFT_IDS}, or take it from the head's source.")
+        return
+    vocab = facts.dims.get("vocab", 0)
+    if ids is not None and ids[-1] >= vocab:
+        message = f"{DRAFT_IDS} names id {ids[-1]}, and the vocabulary has {vocab}: it belongs to another model."
+        yield Finding("draft-vocab", "warning", message, f"Remove {DRAFT_IDS}.")
+    elif ids is not None:
+        yield Finding(
+            "draft-vocab",
+            "info",
+            f"The head was trained to draft {len(ids):,} of {vocab:,} ids ({DRAFT_IDS}). nextn drafts these alone; an "
+            "engine that drafts from all ids may be accepted less.",
+            "Nothing to do; `--draft-vocab full` drafts from all ids.",
+        )
+
+
 RULES = (
     family_unknown,
     not_an_mtp_head,
@@ -372,4 +398,5 @@ RULES = (
     embedding_duplicated,
     no_head,
     head_alone,
+    draft_vocab,
 )
