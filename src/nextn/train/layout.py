@@ -57,18 +57,23 @@ class Layout:
         documents: [1, T] int64 on any device; equal numbers are side by side, -1 is padding.
 
     Attributes:
-        spans: (start, stop) of each document.
+        host: the same on the CPU where it is there too, so that nothing waits for the device.
         masks: block masks that attention made of this batch, by the number of draft steps whose keys they cover.
     """
 
-    def __init__(self, documents: Tensor) -> None:
+    def __init__(self, documents: Tensor, host: Tensor | None = None) -> None:
         self.documents = documents
         self.masks: dict[int, Any] = {}
-        numbers = documents[0].cpu()
+        self._host = host
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of each document."""
+        numbers = (self.documents if self._host is None else self._host)[0].cpu()
         edges = torch.nonzero(numbers[1:] != numbers[:-1])[:, 0] + 1
         starts = [0, *edges.tolist()]
         stops = [*starts[1:], len(numbers)]
-        self.spans = [(a, b) for a, b in zip(starts, stops, strict=True) if numbers[a] >= 0]
+        return [(a, b) for a, b in zip(starts, stops, strict=True) if numbers[a] >= 0]
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -79,10 +84,9 @@ class Layout:
         return [self._group(spans) for _, spans in sorted(by_size.items())]
 
     @cached_property
-    def boundaries(self) -> Tensor:
-        """[documents + 1] int32: where each document begins, and the end of the last; padding is outside."""
-        edges = [start for start, _ in self.spans] + [self.spans[-1][1]]
-        return torch.tensor(edges, dtype=torch.int32, device=self.documents.device)
+    def bounds(self) -> Bounds:
+        """Where each document begins, and the end of the last; padding is outside."""
+        return Bounds([start for start, _ in self.spans] + [self.spans[-1][1]], self.documents.device)
 
     @property
     def used(self) -> int:

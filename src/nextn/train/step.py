@@ -78,7 +78,7 @@ class HeadStep:
         """
         device, steps = self.processes.device, self.config.unroll
         placed = [(batch.to(device), states) for batch, states in items]
-        layouts = [Layout(batch.documents) for batch, _ in placed]
+        layouts = [Layout(there.documents, here.documents) for (there, _), (here, _) in zip(placed, items, strict=True)]
         valid = [
             teachable(valid_rows(batch, layout, steps), batch.ids, self.spec)
             for (batch, _), layout in zip(placed, layouts, strict=True)

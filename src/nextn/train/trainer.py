@@ -18,6 +18,7 @@ from nextn.errors import NextnError
 from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import Progress
 from nextn.surgery.write import refuse_existing
+from nextn.train.ahead import Ahead
 from nextn.train.checkpoints import Checkpoints
 from nextn.train.config import RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
@@ -123,6 +124,8 @@ class Trainer:
                 if at_end and not taught:
                     raise NextnError("No step had a token to predict.", "Check the data, and draft_vocab with ce.")
         finally:
+            if isinstance(self.source, Ahead):
+                self.source.close()
             if log is not None:
                 log.close()
         return self._finish()
@@ -144,7 +147,7 @@ class Trainer:
         if self.config.cache is not None:
             return CachedSource(Path(self.config.cache), model, self.processes)
         assert reader is not None
-        return DataSource(self.config, reader, self.processes)
+        return Ahead(DataSource(self.config, reader, self.processes))
 
     def _draft_vocab(self, vocab: int) -> Tensor | None:
         """[ids] ascending."""
