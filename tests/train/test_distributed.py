@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -57,6 +58,12 @@ def launch(made: TrainConfig, world: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def figures(made: TrainConfig, step: int) -> dict[str, Any]:
+    """Everything that the evaluation of a step found."""
+    records = map(json.loads, (Path(made.output) / "logs" / "log.jsonl").read_text().splitlines())
+    return next(r["eval"] for r in records if "eval" in r and r["step"] == step)  # type: ignore[no-any-return]
+
+
 def config(root: Path, model: Path, output: str, **values: Any) -> TrainConfig:
     return runs.config(root, model, output=str(root / output), accumulation=2, **values)
 
@@ -64,6 +71,7 @@ def config(root: Path, model: Path, output: str, **values: Any) -> TrainConfig:
 def test_two_processes_take_the_steps_of_one(root: Path, model: Path) -> None:
     """Losses to 1e-5 in float32; the head as well; accept length is the same."""
     options: dict[str, Any] = {"eval": str(root / "eval.jsonl"), "eval_every": 3, "eval_draft_tokens": 2, "save": 3}
+    options["eval_tokens"] = 2 * 48 + 1
     alone = config(root, model, "one", **options)
     facts = runs.trainer(alone).run()
     together = config(root, model, "two", **options)
@@ -75,6 +83,8 @@ def test_two_processes_take_the_steps_of_one(root: Path, model: Path) -> None:
     assert max(float((mine[k] - theirs[k]).abs().max()) for k in theirs) < 1e-4
     assert len(open_checkpoint(together.output).tensors) == len(theirs)
     assert runs.evaluations(together)[3] == pytest.approx(runs.evaluations(alone)[3], abs=1e-3)
+    assert len(runs.trainer(alone).held_out) % 2, "one process has a batch more to judge"
+    assert figures(together, 0) == figures(alone, 0)
     assert facts["steps"] == 6
 
 

@@ -35,6 +35,11 @@ class Counts:
         """Tokens gained a verify, the bonus included; None at 0 rounds."""
         return 1 + sum(self.kept) / self.rounds if self.rounds else None
 
+    def merge(self, other: Counts) -> None:
+        """Add what another process counted."""
+        self.rounds += other.rounds
+        self.kept = [a + b for a, b in zip(self.kept, other.kept, strict=True)]
+
     def as_json(self) -> dict[str, Any]:
         return {"accept_length": self.accept_length, "acceptance": self.acceptance, "rounds": self.rounds}
 
@@ -74,6 +79,14 @@ class Acceptance:
                 group.rounds += 1
                 for i, k in enumerate(row):
                     group.kept[i] += k
+
+    def merge(self, other: Acceptance) -> None:
+        """Add what another process counted."""
+        self.total.merge(other.total)
+        for bucket, counts in other.buckets.items():
+            self.buckets.setdefault(bucket, self._empty()).merge(counts)
+        for name, counts in other.domains.items():
+            self.domains.setdefault(name, self._empty()).merge(counts)
 
     def _empty(self) -> Counts:
         return Counts(0, [0.0] * self.draft_tokens)

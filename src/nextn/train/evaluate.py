@@ -10,8 +10,8 @@ al. 2023, arXiv 2211.17192); a prefix, with the product of its steps'.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from nextn.errors import NextnError
 from nextn.models.decoder import Decoder
 from nextn.train.acceptance import BUCKETS, Acceptance
 from nextn.train.packing import PackedBatch
+from nextn.train.processes import Processes
 from nextn.train.unroll import Unrolled, require_layers, unrolled_logits
 
 LOGITS_BYTES = 256 << 20
@@ -54,6 +55,15 @@ class Evaluation:
         self.greedy, self.simulated = (Acceptance(self.draft_tokens, self.edges) for _ in range(2))
         self.sampled = Acceptance(self.draft_tokens, self.edges) if self.temperature is not None else None
 
+    def merge(self, other: Evaluation) -> None:
+        """Add what another process counted, of other text."""
+        self.tokens += other.tokens
+        self.own += other.own
+        self.greedy.merge(other.greedy)
+        self.simulated.merge(other.simulated)
+        if self.sampled is not None and other.sampled is not None:
+            self.sampled.merge(other.sampled)
+
     @property
     def accept_length(self) -> float | None:
         """Greedy, teacher-forced."""
@@ -81,6 +91,7 @@ def evaluate(
     edges: tuple[int, ...] = BUCKETS,
     draft_ids: Tensor | None = None,
     unroll: Unroll = unrolled_logits,
+    together: Processes | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Judge the head of a model on packed text.
@@ -91,6 +102,7 @@ def evaluate(
         edges: upper ends of the context-length buckets.
         draft_ids: the only ids that the head drafts; None is all.
         unroll: gives the head's outputs.
+        together: processes that judge other text each, as many batches (`share`); all return the sum of what they count.
         progress: called with the tokens judged so far, after each batch.
     Raises:
         NextnError: K beyond what the head has layers for, or no place in the text where K drafts could be judged.
@@ -105,12 +117,26 @@ def evaluate(
         seen += batch.ids.shape[1]
         if progress is not None:
             progress(seen)
+    if together is not None:
+        first, *others = together.each(out)
+        for other in others:
+            first.merge(other)
+        out = first
     if not out.greedy.total.rounds:
         raise NextnError(
             f"No text of the data has {draft_tokens + 1} tokens to predict in a row.",
             "Give longer texts, or fewer draft tokens.",
         )
     return out
+
+
+def share(data: Sequence[PackedBatch], processes: Processes) -> list[PackedBatch]:
+    """This process's batches of a text. Each process gets as many, since they run a sharded model's forwards together:
+    where they do not go round, a batch comes again with nothing to judge."""
+    own = list(data[processes.rank :: processes.world])
+    if len(own) < -(-len(data) // processes.world):
+        own.append(replace(data[0], loss_mask=torch.zeros_like(data[0].loss_mask)))
+    return own
 
 
 class _Judge:

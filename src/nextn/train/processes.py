@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nextn.errors import NextnError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,14 @@ class Processes:
             value = value.clone()
             dist.all_reduce(value)
         return value
+
+    def each(self, value: T) -> list[T]:
+        """Every process's value, in the order of their ranks, on every one; what `pickle` takes."""
+        if self.world == 1:
+            return [value]
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
     def wait(self) -> None:
         """Until all processes are here."""

@@ -22,7 +22,7 @@ from nextn.train.ahead import Ahead
 from nextn.train.checkpoints import Checkpoints
 from nextn.train.config import RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
-from nextn.train.evaluate import evaluate
+from nextn.train.evaluate import evaluate, share
 from nextn.train.export import merge_head, place_draft_ids, write_head
 from nextn.train.hidden_cache import CachedSource
 from nextn.train.log import FILE, RunLog
@@ -96,7 +96,7 @@ class Trainer:
         if config.eval is not None:
             assert reader is not None
             require_layers(model, config.eval_draft_tokens)
-            self.held_out = held_out(config, reader)
+            self.held_out = share(held_out(config, reader), processes)
         self.vocab = self._draft_vocab(model.config.vocab)
         spec = LossSpec(config.loss, config.step_weights, config.lk_eta, self.vocab)
         shard(model, self.begun.unroll, processes)
@@ -235,6 +235,7 @@ class Trainer:
                 draft_tokens=self.config.eval_draft_tokens,
                 draft_ids=self.vocab,
                 unroll=self.step.judged,
+                together=self.processes,
             ).as_json()
         tally = self.tally
         tally.last = figures
