@@ -9,7 +9,7 @@ from geometries import VOCAB, Geometry
 
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
-from nextn.engine.graphs import bucket_of
+from nextn.engine.logits import power_of_two
 from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.models.config import decoder_config
 from nextn.models.decoder import Decoder
@@ -94,7 +94,7 @@ def cache_of(model: Decoder, size: int, context: int, rows: int) -> Cache:
     """Pools for `size` sequences and the padding of graphs, filled with random numbers."""
     cache = Cache(
         model.config,
-        pages=(bucket_of(size) + 2) * (-(-(context + 700) // PAGE)),
+        pages=(power_of_two(size) + 2) * (-(-(context + 700) // PAGE)),
         page_size=PAGE,
         sequences=size + 2,
         rows=rows,

@@ -348,7 +348,7 @@ class Run:
         *,
         draft_tokens: int | Literal["auto"] | None = None,
         draft_vocab: DraftVocabulary = None,
-        chunk: int = 512,
+        chunk: int | None = None,
         exact: bool = False,
         options_each: Sequence[Mapping[str, Any]] | None = None,
         progress: Progress | None = None,

@@ -44,14 +44,14 @@ class DecodingOptions(SamplingOptions, total=False):
     draft_vocab: ids that can be drafted, how many of the most frequent, or ``full``; by default those that the head
         was trained to draft.
     exact: the same bits with the head on and off (`Engine`).
-    chunk: prompt tokens a prefill forward.
+    chunk: prompt tokens a prefill forward; None for what suits the device.
     progress: called with (prompt positions done, in all).
     """
 
     draft_tokens: int | Literal["auto"] | None
     draft_vocab: DraftVocabulary
     exact: bool
-    chunk: int
+    chunk: int | None
     progress: Callable[[int, int], None] | None
 
 

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from nextn.checkpoint.source import open_checkpoint
+from nextn.engine import contexts
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
@@ -26,6 +27,7 @@ from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
+from tests.kernels.flash_linear_attention import stand_in
 from tests.oracle.checkpoints import make_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -105,6 +107,33 @@ def test_rows_and_caches(kind: str, replay: bool, rows: int, device: str, dtype:
         assert relative(b, a) < 2e-5
     for i, (a, b) in enumerate(zip(pools(one), pools(two), strict=True)):
         assert a.numel() == 0 or relative(b, a) < 2e-5, i
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(("kind", "replay"), [("qwen3_5", True), ("qwen3_5", False), ("qwen3", True), ("qwen2", True)])
+@pytest.mark.parametrize("flash", [False, True])
+@torch.inference_mode()
+def test_prefill(
+    kind: str, replay: bool, flash: bool, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt rows from a beginning, after others and of sequences at different places, with either recurrence."""
+    m = model(kind, device, dtype)
+    one, two, table, slots = caches(m, 4, replay=replay)
+    if flash:
+        stand_in(monkeypatch)
+        monkeypatch.setattr(contexts, "available", lambda x: True)
+    ids = torch.randint(0, 90, (2, 13), generator=torch.Generator().manual_seed(1)).to(device)
+    for starts in ([0, 20], [13, 33]):
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(13, device=device)
+        outs = []
+        for runner, cache in ((PlainRunner(m, m), one), (FusedRunner(m, m, two, longest=64), two)):
+            where = Rows(cache, table, positions, max(starts) + 13, slots, torch.zeros_like(slots), starts=starts)
+            post, pre = runner.target_rows(ids, where)
+            outs.append((post, pre, *runner.head_rows(ids, post, where)))
+        for a, b in zip(*outs, strict=True):
+            assert relative(b, a) < 2e-5
+        for i, (a, b) in enumerate(zip(pools(one), pools(two), strict=True)):
+            assert a.numel() == 0 or relative(b, a) < 2e-5, i
 
 
 @torch.inference_mode()

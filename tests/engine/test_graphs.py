@@ -6,6 +6,7 @@ import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
 from nextn.engine.engine import Engine
+from nextn.engine.executor import EagerExecutor, HostRound, to_host
 from nextn.engine.fused import FusedRunner
-from nextn.engine.graphs import GraphExecutor, HostRound, bucket_of
+from nextn.engine.graphs import GraphExecutor
 from nextn.engine.prefill import prefill
 from nextn.engine.request import Request, Round, Running
 from nextn.engine.round import decode_round
@@ -30,10 +32,7 @@ CUDA = torch.device("cuda")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 7], [30] * 21]
 SIZES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "vocab_size": 1009}
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-def test_buckets() -> None:
-    assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 32, 33)] == [1, 2, 4, 4, 8, 32, 64]
+ASKED: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"min_tokens": 9}, {"logit_bias": {3: 2.0}, "logprobs": 0}]
 
 
 @functools.cache
@@ -45,13 +44,15 @@ def models(dtype: torch.dtype) -> tuple[Decoder, Drafter]:
 
 
 def start(
-    dtype: torch.dtype, k: int, *, separate: bool = False, temperature: float = 0.0
+    dtype: torch.dtype, k: int, *, separate: bool = False, temperature: float = 0.0, others: int = 0, **asked: Any
 ) -> tuple[FusedRunner, Cache, Batch]:
-    """A cache with the prompts prefilled, and their batch."""
+    """A cache with the prompts prefilled, and their batch; the first pages and slots belong to `others`."""
     target, draft = models(dtype)
     cache = Cache(target.config, pages=60, page_size=16, sequences=6, rows=k + 1, dtype=dtype, device=CUDA, replay=True)
+    for _ in range(others):
+        cache.take(1)
     runner = FusedRunner(target, draft if separate else target, cache, longest=200)
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=100) for i in range(len(PROMPTS))]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=100, **asked) for i in range(len(PROMPTS))]
     sampling = SamplingState.build(params, PROMPTS, vocab_size=target.config.vocab, device=CUDA)
     batches = []
     with torch.inference_mode():
@@ -69,7 +70,7 @@ def eager(runner: FusedRunner, cache: Cache, batch: Batch, rounds: int) -> list[
     with torch.inference_mode():
         for _ in range(rounds):
             r = decode_round(runner, cache, batch)
-            out.append(HostRound(r.tokens.tolist(), r.accepted.tolist(), r.drafts.tolist(), r.broken.tolist()))
+            out.append(to_host(r, batch.sampling.params))
     return out
 
 
@@ -92,6 +93,52 @@ def graphed(runner: FusedRunner, cache: Cache, batch: Batch, rounds: int) -> tup
 def test_graphs_equal_eager_rounds(dtype: torch.dtype, k: int, temperature: float) -> None:
     expected = eager(*start(dtype, k, temperature=temperature), 12)
     _, got = graphed(*start(dtype, k, temperature=temperature), 12)
+    assert got == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_works_on_scratch_alone(dtype: torch.dtype, k: int) -> None:
+    """Pages and slots that belong to sequences outside the batch, the first ones among them, keep their bytes."""
+    runner, cache, batch = start(dtype, k, others=1)
+    executor = GraphExecutor(runner, cache)
+    owned = {*batch.table.flatten().tolist(), executor.page}
+    pages = torch.tensor([p for p in range(cache.k.shape[1]) if p not in owned], device=CUDA)
+    slots = torch.tensor([s for s in range(6) if s not in {*batch.slots.tolist(), executor.slot}], device=CUDA)
+    assert 0 in pages.tolist()
+    assert 0 in slots.tolist()
+    logs = [t[None] for log in cache.logs for t in (log.k, log.u, log.g)]
+    guarded = [(p, pages) for p in (cache.k, cache.v, cache.draft_k, cache.draft_v)]
+    guarded += [(p, slots) for p in (cache.states, cache.conv, *logs)]
+    kept = []
+    for pool, at in guarded:
+        kept.append(torch.randn_like(pool[:, at]))
+        pool[:, at] = kept[-1]
+    executor.load(batch)
+    assert executor.now is not None
+    assert executor.now.size == 4
+    for _ in range(12):
+        executor.launch()
+        executor.collect()
+    assert all(torch.equal(pool[:, at], then) for (pool, at), then in zip(guarded, kept, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [{"logprobs": 3}, {"logprobs": 0, "logit_bias": {5: 4.0, 9: -3.0, 700: 1.5}}])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_requests_ask_beside_tokens_is_captured_too(temperature: float, asked: dict[str, Any]) -> None:
+    """Log probabilities and biases: graphs give what eager rounds give."""
+    runner, cache, batch = start(torch.float32, 3, temperature=temperature, **asked)
+    executor = EagerExecutor(runner, cache)
+    executor.load(batch)
+    expected = []
+    for _ in range(12):
+        with torch.inference_mode():
+            executor.launch(0)
+        expected.append(executor.collect())
+    _, got = graphed(*start(torch.float32, 3, temperature=temperature, **asked), 12)
+    assert all(len(row) == 4 for r in got for row in r.logprobs)
     assert got == expected
 
 
@@ -252,19 +299,22 @@ def test_a_replay_in_slots_and_pages_that_others_had_gives_the_same_tokens(dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [0, 3])
 def test_engine_over_graphs_equals_eager_engine(dtype: torch.dtype, k: int) -> None:
-    """Whole requests, with stops and lengths of their own, launched ahead."""
+    """Whole requests, with stops, lengths and wishes of their own, launched ahead."""
     target, _ = models(dtype)
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3], [5]]
 
-    def run(graphs: bool) -> list[tuple[list[int], list[Round], str | None]]:
+    def run(graphs: bool) -> list[tuple[list[int], list[Round], str | None, list[int]]]:
         engine = Engine(target, draft_tokens=k, page_size=16, graphs=graphs)
         requests = [
-            Request(p, SamplingParams(temperature=0.0, max_tokens=20 + 3 * i, stop_token_ids=[5 * i + 1]))
-            for i, p in enumerate(prompts)
+            Request(p, SamplingParams(temperature=0.0, max_tokens=20 + 3 * i, stop_token_ids=[5 * i + 1], **asked))
+            for (i, p), asked in zip(enumerate(prompts), ASKED, strict=True)
         ]
         sequences: dict[int, Running] = {}
         for news in engine.rounds(requests):
             sequences |= {s.index: s for s, _ in news}
-        return [(sequences[i].tokens, sequences[i].rounds, sequences[i].finish) for i in range(len(prompts))]
+        return [
+            (s.tokens, s.rounds, s.finish, [p.token for p in s.logprobs])
+            for s in (sequences[i] for i in range(len(prompts)))
+        ]
 
     assert run(True) == run(False)

@@ -270,4 +270,13 @@ def test_joined_sampling_states_are_those_built_together(groups: list[list[dict[
     together.commit(torch.tensor([[m % VOCAB, 2] for m, _ in rows]), torch.tensor([1 + n % 2 for _, n in rows]))
     logits = torch.randn(len(flat), 2, VOCAB, generator=generator, dtype=torch.float64)
     drafts = torch.randint(0, VOCAB, (len(flat), 1), generator=generator)
-    assert torch.equal(process(logits, joined, drafts), process(logits, together, drafts))
+    expected = process(logits, together, drafts)
+    assert torch.equal(process(logits, joined, drafts), expected)
+    # A graph's state has columns of its own number; so has one whose widest requests have left.
+    fitted = joined.fitted(joined.widths)
+    assert (fitted.bias.shape[1], fitted.stop_ids.shape[1]) == joined.widths
+    assert torch.equal(process(logits, fitted, drafts), expected)
+    some = list(range(0, len(flat), 2))
+    left = fitted.select(some)
+    for state_left in (left, left.fitted(left.widths)):
+        assert torch.equal(process(logits[some], state_left, drafts[some]), process(logits, together, drafts)[some])

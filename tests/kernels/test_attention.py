@@ -140,3 +140,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         )
         # The interpreter's products round by a row's place in the tile.
         assert torch.equal(alone[0], together[i]) if i == 0 or DEVICE.type == "cuda" else close(alone[0], together[i])
+
+
+@pytest.mark.parametrize("starts", [[0, 0, 0], [16, 16, 16], [0, 21, 0], [3, 40, 9]])
+@pytest.mark.parametrize("heads,kv_heads,dim", [(4, 2, 32), (3, 3, 24), real(16, 4, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompts_rows_see_what_paged_attention_shows(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, starts: list[int]
+) -> None:
+    rows, page = 13, 8
+    table, count = pages_for([s + rows for s in starts], page)
+    k_pool, v_pool = (randn(count, page, kv_heads, dim, seed=s, dtype=dtype) for s in (1, 2))
+    q = randn(len(starts), rows, heads, dim, dtype=dtype)
+    positions = torch.tensor(starts, device=DEVICE)[:, None] + torch.arange(rows, device=DEVICE)
+    got = attention.prefill_attention(q, k_pool, v_pool, table, starts, dim**-0.5)
+    expected = attention.paged_attention(
+        *(t.float() for t in (q, k_pool, v_pool)), table, positions, max(starts) + rows, dim**-0.5
+    )
+    assert close(got, expected)

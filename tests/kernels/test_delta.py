@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -177,3 +179,33 @@ def test_replay_and_snapshots_agree_to_the_last_bit_with_one_padded_row_at_a_tim
         a = run(w, first, caches.ring, caches.states, *extra, slot, zero, zero)
         b = run(w, x[3:7], caches.ring, caches.states, *extra, slot, zero + 3, chosen)
         assert torch.equal(torch.cat((a[:3], b)), torch.cat(alone[:7]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "k_heads,k_dim,v_heads,v_dim,kernel,rows",
+    [(*SMALL, 1), (*SMALL, 21), (1, 8, 3, 16, 2, 3), (2, 16, 2, 8, 3, 17), real(16, 128, 32, 128, 4, 700)],
+)
+def test_a_prompts_inputs_are_convolved(
+    k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, rows: int, dtype: torch.dtype
+) -> None:
+    """At a sequence's beginning, near it, and in its middle; the ring is only read."""
+    from nextn.kernels import delta_inputs_triton
+
+    w = weights_of(k_heads, k_dim, v_heads, v_dim, kernel, dtype)
+    channels = w.sizes[0]
+    ring = poison(6, kernel + 3, channels, dtype=dtype)
+    slot, position = torch.tensor([4, 1, 2], device=DEVICE), torch.tensor([0, 1, 30], device=DEVICE)
+    for b in range(3):
+        for p in range(max(int(position[b]) - kernel + 1, 0), int(position[b])):
+            ring[slot[b], p % (kernel + 3)] = randn(channels, dtype=dtype, seed=p)
+    x = randn(3 * rows, sum(w.sizes), dtype=dtype)
+    kept = ring.clone()
+    got = delta_inputs_triton.delta_inputs(w, x, ring, slot, position)
+    assert torch.equal(ring.nan_to_num(7.0), kept.nan_to_num(7.0))
+    exact = replace(w, conv=w.conv.float())
+    expected = delta.delta_inputs(exact, x.float(), ring.float(), slot, position)
+    for name, a, b in zip("qkvgb", got, expected, strict=True):
+        assert a.shape == b.shape, name
+        assert error(a, b) < TOLERANCE[a.dtype], name
+    assert [t.dtype for t in got] == [dtype] * 3 + [torch.float32] * 2

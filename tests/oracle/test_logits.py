@@ -51,7 +51,15 @@ def test_prefill_in_chunks_and_cached_steps(tmp_path: Path, kind: str) -> None:
 
     def forward(start: int, rows: torch.Tensor, committed: int, prefill: bool) -> torch.Tensor:
         positions = torch.arange(start, start + rows.shape[1])[None]
-        where = Rows(cache, table, positions, start + rows.shape[1], slots, torch.tensor([committed]), prefill=prefill)
+        where = Rows(
+            cache,
+            table,
+            positions,
+            start + rows.shape[1],
+            slots,
+            torch.tensor([committed]),
+            starts=[start] if prefill else None,
+        )
         hidden, _ = model(rows, TargetContext(where))
         return model.logits(hidden[0])
 

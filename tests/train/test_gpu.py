@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from nextn.kernels import gdn
 from nextn.kernels.draft_loss import Kind
+from nextn.kernels.gdn_fused import installed
 from nextn.train import contexts, losses
 from nextn.train.layout import Layout
 from nextn.train.losses import LossSpec, chain_loss
@@ -51,7 +51,7 @@ def test_attention_and_its_gradient(steps: int, head_dim: int) -> None:
         assert distance(fused, plain) < 0.02
 
 
-@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.skipif(not installed(), reason="needs flash-linear-attention")
 def test_recurrence_inside_documents() -> None:
     layout = Layout(packed(random_documents(LENGTHS), PADDING).documents.cuda())
     rows = layout.documents.shape[1]

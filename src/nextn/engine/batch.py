@@ -22,7 +22,7 @@ class Batch:
         drafts: [batch, K] int64.
         draft_probs: [batch, K, vocab] that the drafts were drawn from, None where drafting is greedy.
         committed: [batch] int64, rows of the last target forward that were kept; 0 after a prefill.
-        table: [batch, n] int64 page ids; rows are padded with page 0.
+        table: [batch, n] int64 page ids; a shorter row goes on with its own first page.
         slots: [batch] int64 sequence slots.
         sampling: parameters and counts.
         bound: host-side upper bound of the lengths.
@@ -68,6 +68,11 @@ class Batch:
         )
 
 
+def widened(table: Tensor, width: int) -> Tensor:
+    """Page ids [batch, n] -> [batch, width]; rows go on with their own first page, which no other sequence has."""
+    return torch.cat((table, table[:, :1].expand(-1, width - table.shape[1])), 1)
+
+
 def join(batches: Sequence[Batch], sampling: SamplingState) -> Batch:
     """Several batches of the same K as one; `sampling` describes all their sequences in order."""
     width = max(b.table.shape[1] for b in batches)
@@ -88,7 +93,7 @@ def join(batches: Sequence[Batch], sampling: SamplingState) -> Batch:
         torch.cat([b.drafts for b in batches]),
         torch.cat(probs) if probs else None,
         torch.cat([b.committed for b in batches]),
-        torch.cat([F.pad(b.table, (0, width - b.table.shape[1])) for b in batches]),
+        torch.cat([widened(b.table, width) for b in batches]),
         torch.cat([b.slots for b in batches]),
         sampling,
         max(b.bound for b in batches),

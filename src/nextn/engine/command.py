@@ -65,7 +65,7 @@ def generate(
         bool, typer.Option("--separate-draft", help="Load the head as a second model, to compare against.")
     ] = False,
     head: Annotated[str | None, typer.Option(help="Take the head from this folder instead.")] = None,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens a prefill forward.")] = 512,
+    chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill forward; default by device.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate at most [256].", rich_help_panel=SAMPLING)
     ] = None,
@@ -128,7 +128,7 @@ def generate(
             "Give one of --prompt TEXT, --prompt-file FILE, --prompt-ids 1,2,3.",
         )
     length = _draft_tokens(draft_tokens) if draft_tokens is not None else None
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise NextnError(f"--chunk is {chunk}.", "Give a whole number of 1 or more.")
     if no_mtp and (separate_draft or head is not None or draft_vocab is not None):
         raise NextnError("--no-mtp contradicts --separate-draft, --head and --draft-vocab.", "Leave one of them out.")

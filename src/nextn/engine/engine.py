@@ -17,7 +17,6 @@ from nextn.engine.device_errors import device_errors
 from nextn.engine.draft_length import DraftLength, FixedLength
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.executor import Executor
-from nextn.engine.logits import Plan
 from nextn.engine.request import Request, Running, Update
 from nextn.engine.runner import PlainRunner, Runner
 from nextn.engine.scheduler import Scheduler
@@ -26,6 +25,8 @@ from nextn.kernels.support import available
 from nextn.models.decoder import Decoder, Drafter
 
 MAX_DRAFT_TOKENS = 8
+CHUNK = {"cuda": 2048}
+"""Prompt positions a prefill forward by device, 512 elsewhere: a GPU takes less time than its host to start 512."""
 
 
 @dataclass
@@ -45,13 +46,13 @@ class Engine:
         draft: a separately loaded draft model to use in place of the target's own head.
         draft_tokens: K, 0 to 8, or what chooses it for each round; 0 decodes without the head.
         draft_vocab: ids that can be drafted; None for all.
-        chunk: prompt positions a prefill forward.
+        chunk: prompt positions a prefill forward; None for `CHUNK` of the device.
         page_size: positions a cache page.
         fused: run rounds with the fused kernels; None where they can run and cover the model.
         exact: greedy tokens in half precision equal bit for bit with the head on and off, at a cost in speed: a row's
             arithmetic does not depend on the rows beside it. Needs the fused kernels.
         graphs: launch each round as one CUDA graph, ahead of reading the last one; None where fused rounds run on a
-            GPU. Requests for log probabilities, biases or a minimum length run their rounds without.
+            GPU.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Engine:
         draft: Drafter | None = None,
         draft_tokens: int | DraftLength = 3,
         draft_vocab: Iterable[int] | None = None,
-        chunk: int = 512,
+        chunk: int | None = None,
         page_size: int = 64,
         fused: bool | None = None,
         graphs: bool | None = None,
@@ -75,11 +76,12 @@ class Engine:
         drafter = draft if draft is not None else target
         if lengths.most and drafter.mtp is None:
             raise NextnError("The model was loaded without an MTP head.", "Decode without one (`--no-mtp`).")
+        device, dtype = target.embed.weight.device, target.embed.weight.dtype
+        chunk = chunk if chunk is not None else CHUNK.get(device.type, 512)
         if chunk < 1 or page_size < 1:
             raise NextnError("chunk and page_size must be at least 1.", "Give positive whole numbers.")
         self.target, self.draft, self.lengths = target, drafter, lengths
         self.vocab = DraftVocab.gather(drafter, draft_vocab) if draft_vocab is not None and lengths.most else None
-        device, dtype = target.embed.weight.device, target.embed.weight.dtype
         if fused is None:
             fused = available(device) and dtype != torch.float64
         if fused:
@@ -120,7 +122,7 @@ class Engine:
             if progress is not None:
                 progress(done, total)
 
-        scheduler = self.scheduler(rooms, requests, prefilled=prefilled)
+        scheduler = self.scheduler(rooms, prefilled=prefilled)
         for request in requests:
             scheduler.add(request)
         before = replace(self.stats)
@@ -137,7 +139,6 @@ class Engine:
     def scheduler(
         self,
         rooms: Sequence[int],
-        examples: Sequence[Request],
         *,
         prefilled: Callable[[int], None] | None = None,
     ) -> Scheduler:
@@ -145,18 +146,16 @@ class Engine:
 
         Args:
             rooms: positions of the sequences that the pool holds at once; a sequence may have as many as the largest.
-            examples: requests like those to come; where they allow it, rounds run as graphs.
             prefilled: called with the rows of each prefill forward.
         Raises:
             NextnError: the pool does not fit into memory.
         """
         # Graphs keep a page and a sequence for padding.
-        graphs = self.graphs and _fixed_shapes(examples, self.target.config.vocab)
-        cache = self._cache([*rooms, 1] if graphs else rooms)
+        cache = self._cache([*rooms, 1] if self.graphs else rooms)
         self.stats.cache_bytes = cache.nbytes
         runner = self._runner(cache, max(rooms))
         executor: Executor | None = None
-        if graphs:
+        if self.graphs:
             from nextn.engine.graphs import GraphExecutor
 
             executor = GraphExecutor(runner, cache)
@@ -196,10 +195,3 @@ class Engine:
                 f"{free / 1e9:.1f} GB are free, enough for about {int(sum(rooms) * free / wanted)} positions.",
                 "Lower max_tokens, the number of prompts at once or draft_tokens.",
             ) from None
-
-
-def _fixed_shapes(requests: Sequence[Request], vocab: int) -> bool:
-    """Whether rounds for these requests can be captured: their tensors have the same shapes in every round, and the
-    host needs no logits."""
-    plan = Plan.of([r.params for r in requests], vocab)
-    return not (plan.bias or plan.min_tokens) and all(r.params.logprobs is None for r in requests)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
+from nextn.engine.params import SamplingParams
+from nextn.engine.request import TokenLogprob
 from nextn.engine.round import RoundResult, decode_round
 from nextn.engine.runner import Runner
+from nextn.engine.sampling import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +27,37 @@ class HostRound:
         accepted: [batch].
         drafts: [batch][K], what was verified.
         broken: [batch], logits held NaN.
-        logits: [batch, K + 1, vocab] of the target, on its device; None where no request asks for log probabilities.
+        logprobs: [batch][K + 1], of the tokens; empty for a request that asks for none.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
     drafts: list[list[int]]
     broken: list[bool]
-    logits: Tensor | None = None
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
 
 
-def to_host(result: RoundResult) -> HostRound:
-    """Wait for a result and bring it over."""
-    return HostRound(
-        result.tokens.tolist(),
-        result.accepted.tolist(),
-        result.drafts.tolist(),
-        result.broken.tolist(),
-        result.logits,
-    )
+def to_host(result: RoundResult, params: Sequence[SamplingParams]) -> HostRound:
+    """Wait for a result and bring it over, with what the requests of `params` want reported."""
+    tokens = result.tokens.tolist()
+    asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in params]
+    if asking:
+        most = max(p.logprobs for p in params if p.logprobs is not None)
+        found = token_logprobs(result.logits[asking], result.tokens[asking], most)
+        for row, *values in zip(asking, *(t.tolist() for t in found), strict=True):
+            logprobs[row] = listed(params[row], tokens[row], *values)
+    return HostRound(tokens, result.accepted.tolist(), result.drafts.tolist(), result.broken.tolist(), logprobs)
+
+
+def listed(
+    params: SamplingParams, tokens: list[int], chosen: list[float], ids: list[list[int]], logs: list[list[float]]
+) -> list[TokenLogprob]:
+    """One row of `sampling.token_logprobs`, as many of the most probable ids as the request asks for."""
+    return [
+        TokenLogprob(token, log, tuple(zip(best[: params.logprobs], best_logs[: params.logprobs], strict=True)))
+        for token, log, best, best_logs in zip(tokens, chosen, ids, logs, strict=True)
+    ]
 
 
 class Executor(Protocol):
@@ -81,7 +97,7 @@ class EagerExecutor:
     def __init__(self, runner: Runner, cache: Cache, ahead: int = 0) -> None:
         self.runner, self.cache, self.ahead = runner, cache, ahead
         self.batch: Batch | None = None
-        self.results: deque[RoundResult] = deque()
+        self.results: deque[tuple[RoundResult, tuple[SamplingParams, ...]]] = deque()
 
     def load(self, batch: Batch) -> None:
         self.batch = batch
@@ -93,10 +109,10 @@ class EagerExecutor:
     def launch(self, bound: int) -> None:
         assert self.batch is not None
         self.batch.bound = bound
-        self.results.append(decode_round(self.runner, self.cache, self.batch))
+        self.results.append((decode_round(self.runner, self.cache, self.batch), self.batch.sampling.params))
 
     def collect(self) -> HostRound:
-        return to_host(self.results.popleft())
+        return to_host(*self.results.popleft())
 
     def unload(self) -> Batch:
         assert self.batch is not None

@@ -3,22 +3,26 @@
 A decoder layer becomes seven or eight kernels: add and norm, input product, mixer (delta step; or q/k/v into pages,
 attention, combine), output product, add and norm, gate/up product, activation, down product. Products with few rows
 may leave partial sums, which the kernel that follows adds up. With dependent launch each kernel is started while the
-one before it finishes. Prefill, and what the kernels do not cover, runs the modules.
+one before it finishes. A prefill's many rows take the library's products and attention and the chunked recurrence
+between the same small kernels. What the kernels do not cover runs the modules.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nextn.engine.cache import Cache
-from nextn.engine.contexts import Rows
+from nextn.engine.contexts import Rows, keep_inputs, prefill_delta
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import ACCEPT, DRAW, SamplingState, accept_greedy, adjust
 from nextn.kernels import (
     activation_triton,
+    attention,
     attention_triton,
+    delta_inputs_triton,
     delta_triton,
     norm_triton,
     probs_triton,
@@ -102,8 +106,9 @@ class FusedRunner(PlainRunner):
         )
 
     def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
-        if where.prefill or ids.shape[1] > MAX_ROWS:
+        if not where.prefill and ids.shape[1] > MAX_ROWS:
             return super().target_rows(ids, where)
+        pdl = self.dependent and not where.prefill
         x: Tensor = self.target.embed.weight
         residual: Tensor | None = None
         flat: Tensor | None = ids.reshape(-1).contiguous()
@@ -112,14 +117,15 @@ class FusedRunner(PlainRunner):
             x, residual = self._layer(layer, x, residual, where, self.cache.k, self.cache.v, ids=flat)
             flat = None
         norm = self.target.norm
-        post, pre = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=self.dependent)
+        post, pre = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl)
         return post.view(*ids.shape, -1), pre.view(*ids.shape, -1)
 
     def head_rows(self, ids: Tensor, hidden: Tensor, where: Rows, step: int = 0) -> tuple[Tensor, Tensor]:
         head = self.draft.mtp
         assert head is not None
-        if where.prefill or ids.shape[1] > MAX_ROWS or head.zero_embed_at_start:
+        if (not where.prefill and ids.shape[1] > MAX_ROWS) or head.zero_embed_at_start:
             return super().head_rows(ids, hidden, where, step)
+        pdl = self.dependent and not where.prefill
         at = 0 if head.reuse else min(step, len(head.blocks) - 1)
         own = min(at, len(head.fusions) - 1)
         fusion, block, norm = head.fusions[own], head.blocks[at], head.out_norms[own]
@@ -134,11 +140,10 @@ class FusedRunner(PlainRunner):
             (self.draft.embed.weight, ids.reshape(-1).contiguous(), to_embed, fusion.embed_norm),
             (hidden.reshape(-1, width), None, to_hidden, fusion.hidden_norm),
         ):
-            norm_triton.rms_norm(x, n.scale, n.eps, out=to, ids=rows, pdl=self.dependent)
-        x, residual = self._layer(
-            block, self._product(both, fusion.fuse.weight), None, where, self.cache.draft_k, self.cache.draft_v
-        )
-        out, stream = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=self.dependent)
+            norm_triton.rms_norm(x, n.scale, n.eps, out=to, ids=rows, pdl=pdl)
+        x = self._product(both, fusion.fuse.weight, where)
+        x, residual = self._layer(block, x, None, where, self.cache.draft_k, self.cache.draft_v)
+        out, stream = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl)
         out = out.view(*ids.shape, -1)
         return out, out if head.recycle_post else stream.view(*ids.shape, -1)
 
@@ -186,8 +191,10 @@ class FusedRunner(PlainRunner):
             out = out.sum(0).to(self.dtype)
         return out.view(*hidden.shape[:-1], -1)
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, where: Rows | None = None) -> Tensor:
         """x [rows, in] times weight [out, in]: [rows, out], or partial sums [splits, rows, out]."""
+        if where is not None and where.prefill:
+            return F.linear(x, weight)
         n, k = weight.shape
         plan = self.plans.fixed(n, k) if self.exact else self.plans.plan(n, k, x.shape[0])
         return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
@@ -204,29 +211,36 @@ class FusedRunner(PlainRunner):
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward` on flat rows; x may be partial sums, or with `ids` an embedding to look up."""
-        pdl = self.dependent
+        pdl = self.dependent and not where.prefill
         norm = layer.input_norm
         h, residual = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, ids=ids, pdl=pdl)
         if isinstance(layer.gdn, GatedDeltaNet):
-            mixed, out = self._delta(layer.gdn, self._product(h, layer.gdn.inputs.weight), where), layer.gdn.out
+            mixed, out = self._delta(layer.gdn, self._product(h, layer.gdn.inputs.weight, where), where), layer.gdn.out
         else:
             assert isinstance(layer.attn, Attention)
             attn = layer.attn
             mixed = self._attend(
-                attn, self._product(h, attn.qkv.weight), where, k_pools[attn.layer], v_pools[attn.layer]
+                attn, self._product(h, attn.qkv.weight, where), where, k_pools[attn.layer], v_pools[attn.layer]
             )
             out = attn.o
         norm = layer.post_norm
         h, residual = norm_triton.add_rms_norm(
-            self._product(mixed, out.weight), residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl
+            self._product(mixed, out.weight, where), residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl
         )
         assert isinstance(layer.mlp, MLP)
-        gated = activation_triton.silu_mul(self._product(h, layer.mlp.gate_up.weight), dtype=self.dtype, pdl=pdl)
-        return self._product(gated, layer.mlp.down.weight), residual
+        gate_up = self._product(h, layer.mlp.gate_up.weight, where)
+        gated = activation_triton.silu_mul(gate_up, dtype=self.dtype, pdl=pdl)
+        return self._product(gated, layer.mlp.down.weight, where), residual
 
     def _delta(self, net: GatedDeltaNet, x: Tensor, where: Rows) -> Tensor:
         cache, layer = self.cache, net.layer
-        pools = self.deltas[layer], x, cache.conv[layer], cache.states[layer]
+        weights = self.deltas[layer]
+        if where.prefill:
+            inputs = delta_inputs_triton.delta_inputs(weights, x, cache.conv[layer], where.slots, where.first)
+            keep_inputs(where, layer, x.view(*where.positions.shape, -1)[..., : net.conv.shape[0]])
+            raw = prefill_delta(where, cache.states[layer], *inputs).reshape(x.shape[0], -1)
+            return delta_triton.norm_gate(weights, raw, x, dtype=self.dtype)
+        pools = weights, x, cache.conv[layer], cache.states[layer]
         if cache.replay:
             return delta_triton.delta_replay(
                 *pools,
@@ -259,8 +273,14 @@ class FusedRunner(PlainRunner):
             v_pool,
             q_step=2 * dim if attn.gated else None,
             bias=attn.qkv.bias,
-            pdl=self.dependent,
+            pdl=self.dependent and not where.prefill,
         )
+        gate = x[..., dim:] if attn.gated else None
+        if where.starts is not None:
+            heads = q.view(*where.positions.shape, attn.heads, dim)
+            out = attention.prefill_attention(heads, k_pool, v_pool, where.table, where.starts, dim**-0.5)
+            out = out.view(x.shape[0], -1)
+            return out if gate is None else activation_triton.sigmoid_mul(out, gate, dim)
         return attention_triton.paged_attention(
             q,
             k_pool,
@@ -271,7 +291,7 @@ class FusedRunner(PlainRunner):
             parts=EXACT_PARTS if self.exact else None,
             longest=self.longest,
             pad_rows=self.pad_rows,
-            gate=x[..., dim:] if attn.gated else None,
+            gate=gate,
             pdl=self.dependent,
         )
 

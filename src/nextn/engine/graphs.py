@@ -15,22 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from nextn.engine.batch import Batch
+from nextn.engine.batch import Batch, widened
 from nextn.engine.cache import Cache
-from nextn.engine.executor import HostRound
-from nextn.engine.logits import SamplingState
+from nextn.engine.executor import HostRound, listed
+from nextn.engine.logits import SamplingState, power_of_two
+from nextn.engine.params import SamplingParams
+from nextn.engine.request import TokenLogprob
 from nextn.engine.round import decode_round
 from nextn.engine.runner import Runner
+from nextn.engine.sampling import token_logprobs
 
 IN_FLIGHT = 2
 """Rounds launched and not collected, at most."""
-
-
-def bucket_of(size: int) -> int:
-    """The number of sequences that a graph for `size` of them is captured with: a power of two."""
-    return 1 << (size - 1).bit_length()
 
 
 class Captured:
@@ -79,20 +76,25 @@ class Captured:
         batch.sampling = replace(batch.sampling)
         return batch
 
-    def _round(self) -> Tensor:
+    def _round(self) -> tuple[Tensor, Tensor]:
         """Run a round on the fixed tensors and leave its state in them.
 
         Returns:
-            [size, (K + 1) + 1 + K + 1] int64: tokens, accepted, drafts, broken.
+            [size, (K + 1) + 1 + K + 1 + (K + 1) * reported] int64: tokens, accepted, drafts, broken, ids to report;
+            [size, K + 1, 1 + reported] float32: log probabilities of each token and of those ids. The last and the
+            second tensor are empty where no request asks.
         """
         work = replace(self.state)
         result = decode_round(self.runner, self.cache, work)
-        out = torch.cat(
-            (result.tokens, result.accepted[:, None], result.drafts, result.broken[:, None].to(torch.int64)), 1
-        )
+        out = [result.tokens, result.accepted[:, None], result.drafts, result.broken[:, None].to(torch.int64)]
+        logs = result.logits.new_empty(0, dtype=torch.float32)
+        if work.sampling.plan.reported is not None:
+            chosen, ids, best = token_logprobs(result.logits, result.tokens, work.sampling.plan.reported)
+            out.append(ids.flatten(1))
+            logs = torch.cat((chosen[..., None], best), -1)
         work.lengths, work.committed = torch._foreach_mul([work.lengths, work.committed], [self.active] * 2)
         _copy(work, self.state, sampling=False)
-        return out
+        return torch.cat(out, 1), logs
 
     def _clear(self, first: int = 0) -> None:
         """Point the sequences from `first` on at scratch."""
@@ -103,8 +105,8 @@ class Captured:
         state.slots[first:] = self.slot
 
     def _padded(self, batch: Batch) -> Batch:
-        width = self.cache.table_width
-        return replace(batch, table=F.pad(batch.table, (0, width - batch.table.shape[1])), bound=0)
+        sampling = batch.sampling.fitted(batch.sampling.widths)
+        return replace(batch, table=widened(batch.table, self.cache.table_width), sampling=sampling, bound=0)
 
 
 def _copy(source: Batch, to: Batch, *, sampling: bool = True) -> None:
@@ -144,13 +146,13 @@ class GraphExecutor:
         self.captured: dict[tuple[object, ...], Captured] = {}
         self.now: Captured | None = None
         self.size = 0
-        self.flight: deque[tuple[torch.cuda.Event, Tensor, int, int]] = deque()
+        self.flight: deque[tuple[torch.cuda.Event, Tensor, Tensor, tuple[SamplingParams, ...], int]] = deque()
         self.free: list[Tensor] = []
 
     @torch.inference_mode()
     def load(self, batch: Batch) -> None:
         """Make a batch the one that rounds run on; its tensors are copied."""
-        size = bucket_of(batch.size)
+        size = power_of_two(batch.size)
         plan = replace(batch.sampling.plan, largest=0)
         key = (
             size,
@@ -158,7 +160,7 @@ class GraphExecutor:
             plan,
             batch.draft_probs is None,
             batch.head_out is None,
-            batch.sampling.stop_ids.shape[1],
+            batch.sampling.widths,
         )
         if key not in self.captured:
             self.captured[key] = Captured(self.runner, self.cache, size, batch, self.page, self.slot, self.pool)
@@ -177,26 +179,38 @@ class GraphExecutor:
         assert self.now is not None
         assert len(self.flight) < IN_FLIGHT
         self.now.graph.replay()
-        out = self.now.out
-        at = next((i for i, h in enumerate(self.free) if h.shape == out.shape), None)
-        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True) if at is None else self.free.pop(at)
-        host.copy_(out, non_blocking=True)
+        host, logs = (self._copied(out) for out in self.now.out)
         event = torch.cuda.Event()
         event.record()
-        self.flight.append((event, host, self.size, self.now.state.draft_tokens))
+        state = self.now.state
+        self.flight.append((event, host, logs, state.sampling.params[: self.size], state.draft_tokens))
 
     def collect(self) -> HostRound:
         """Wait for the oldest round launched and bring its outcome to the host."""
-        event, host, size, k = self.flight.popleft()
+        event, host, logs, params, k = self.flight.popleft()
         event.synchronize()
-        rows: Sequence[list[int]] = host[:size].tolist()
-        self.free.append(host)
+        rows: Sequence[list[int]] = host[: len(params)].tolist()
+        logprobs: list[list[TokenLogprob]] = [[] for _ in params]
+        if logs.numel():
+            ids = host[: len(params), 2 * k + 3 :].unflatten(1, (k + 1, logs.shape[2] - 1))
+            for row, asked in enumerate(params):
+                if asked.logprobs is not None:
+                    found = (logs[row, :, 0], ids[row], logs[row, :, 1:])
+                    logprobs[row] = listed(asked, rows[row][: k + 1], *(t.tolist() for t in found))
+        self.free += [host, logs]
         return HostRound(
             [row[: k + 1] for row in rows],
             [row[k + 1] for row in rows],
             [row[k + 2 : 2 * k + 2] for row in rows],
             [bool(row[2 * k + 2]) for row in rows],
+            logprobs,
         )
+
+    def _copied(self, out: Tensor) -> Tensor:
+        """Queue the copy of a result into pinned memory."""
+        at = next((i for i, h in enumerate(self.free) if h.shape == out.shape and h.dtype == out.dtype), None)
+        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True) if at is None else self.free.pop(at)
+        return host.copy_(out, non_blocking=True)
 
     @torch.inference_mode()
     def unload(self) -> Batch:

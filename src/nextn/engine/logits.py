@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Plan:
         top_k, top_p, min_p: filters in use by a sampled request.
         largest: how many of the largest logits the filters look at; V sorts them all, 0 sorts nothing.
         penalties, repetition, bias, min_tokens: adjustments in use.
+        reported: most probable ids to report beside each token, at least as many as any request asks for; None where
+            none asks for log probabilities.
     """
 
     all_greedy: bool
@@ -45,6 +47,7 @@ class Plan:
     repetition: bool
     bias: bool
     min_tokens: bool
+    reported: int | None
 
     @property
     def adjusts(self) -> bool:
@@ -57,6 +60,7 @@ class Plan:
         limits = [p.top_k for p in sampled if p.top_k > 0]
         top_p = any(p.top_p < 1 for p in sampled)
         unlimited = any(p.top_p < 1 and p.top_k <= 0 for p in sampled)
+        asked = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
             all_greedy=not sampled,
             any_greedy=len(sampled) < len(params),
@@ -68,6 +72,7 @@ class Plan:
             repetition=any(p.repetition_penalty != 1 for p in params),
             bias=any(p.logit_bias for p in params),
             min_tokens=any(p.min_tokens > 0 for p in params),
+            reported=min(power_of_two(max(asked)), vocab_size) if asked else None,
         )
 
 
@@ -201,6 +206,26 @@ class SamplingState:
             taken = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(-1)
             self.counts.scatter_add_(1, tokens, taken.int())
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of biases and of stop ids that the plan needs, rounded up so that few widths occur."""
+        plan = self.plan
+        return (
+            power_of_two(max(len(p.logit_bias) for p in self.params)) if plan.bias else 0,
+            power_of_two(self.stop_ids.shape[1]) if plan.min_tokens else 0,
+        )
+
+    def fitted(self, widths: tuple[int, int]) -> SamplingState:
+        """With so many columns of biases and of stop ids."""
+        biases, stops = widths
+        more = biases - self.bias.shape[1]
+        return replace(
+            self,
+            bias_ids=pad(self.bias_ids, (0, more)),
+            bias=pad(self.bias, (0, more)),
+            stop_ids=pad(self.stop_ids, (0, stops - self.stop_ids.shape[1]), value=-1),
+        )
+
     def select(self, rows: Sequence[int]) -> SamplingState:
         """The state of some of the requests, in the order given."""
         index = torch.tensor(rows, dtype=torch.long, device=self.seed.device)
@@ -208,6 +233,11 @@ class SamplingState:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
         return SamplingState(params, self.vocab_size, Plan.of(params, self.vocab_size), **tensors)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not below n; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def _padded(rows: Sequence[Sequence[float]], filler: int, dtype: torch.dtype) -> Tensor:

@@ -140,12 +140,13 @@ def _place(cache: Cache, pieces: Sequence[Piece]) -> tuple[Rows, Tensor]:
     """Where the pieces' rows stand, and their ids [batch, rows]."""
     device = cache.device
     ids = torch.tensor([_tokens(p) for p in pieces], device=device)
-    start = torch.tensor([p.start for p in pieces], device=device)
+    starts = [p.start for p in pieces]
+    start = torch.tensor(starts, device=device)
     slots = torch.tensor([p.slot for p in pieces], device=device)
     positions = start[:, None] + torch.arange(ids.shape[1], device=device)
     bound = max(p.start + p.rows for p in pieces)
     table = page_table([p.pages for p in pieces], device)
-    return Rows(cache, table, positions, bound, slots, torch.zeros_like(slots), prefill=True), ids
+    return Rows(cache, table, positions, bound, slots, torch.zeros_like(slots), starts=starts), ids
 
 
 def _tokens(piece: Piece, ahead: int = 0) -> list[int]:

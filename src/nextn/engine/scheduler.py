@@ -28,10 +28,9 @@ from nextn.engine.draft_length import DraftLength, Observed
 from nextn.engine.executor import EagerExecutor, Executor, HostRound, to_host
 from nextn.engine.logits import SamplingState
 from nextn.engine.prefill import Piece, page_table, prefill_end, prefill_rows
-from nextn.engine.request import Request, Round, Running, TokenLogprob, Update
+from nextn.engine.request import Request, Round, Running, Update
 from nextn.engine.round import RoundResult, set_draft_tokens
 from nextn.engine.runner import Runner
-from nextn.engine.sampling import token_logprobs
 from nextn.errors import NextnError
 
 FORWARD_ROWS = 2048
@@ -316,7 +315,8 @@ class Scheduler:
         news: News = []
         for _ in range(count):
             due = self._due.popleft()
-            outcome = to_host(due.first) if due.first is not None else self.executor.collect()
+            first = due.first
+            outcome = to_host(first, [s.params for s in due.members]) if first is not None else self.executor.collect()
             now = self.clock()
             needed: list[tuple[int, int]] = []
             for row, s in enumerate(due.members):
@@ -381,20 +381,8 @@ def _give(s: Running, outcome: HostRound, row: int, *, verified: bool) -> Update
     """A sequence's row of a result, as news; a round is counted where a verify stands behind it."""
     accepted = outcome.accepted[row]
     new = outcome.tokens[row][: accepted + 1]
-    taken, text = s.take(new, _logprobs(s, outcome, row, new))
+    taken, text = s.take(new, outcome.logprobs[row])
     if not verified:
         return Update(taken, text)
     s.rounds.append(Round(tuple(outcome.drafts[row]), accepted, taken))
     return Update(taken, text, s.rounds[-1])
-
-
-def _logprobs(s: Running, outcome: HostRound, row: int, new: Sequence[int]) -> list[TokenLogprob]:
-    """One entry a new token where asked for."""
-    if s.params.logprobs is None or outcome.logits is None:
-        return []
-    logits = outcome.logits[row, : len(new)]
-    chosen, ids, logs = token_logprobs(logits, torch.tensor(new, device=logits.device), s.params.logprobs)
-    return [
-        TokenLogprob(token, log, tuple(zip(best, best_logs, strict=True)))
-        for token, log, best, best_logs in zip(new, chosen.tolist(), ids.tolist(), logs.tolist(), strict=True)
-    ]

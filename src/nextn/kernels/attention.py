@@ -6,9 +6,12 @@ position p of sequence b lies in page ``table[b, p // page_size]`` at offset ``p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from nextn.kernels.norm import wide
 
@@ -70,6 +73,35 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
     weights = scores.softmax(-1).to(v.dtype).view(batch, kv_heads, group * rows, -1)
     out = torch.matmul(weights, v.transpose(1, 2))
     return out.view(batch, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, -1)
+
+
+def prefill_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, starts: Sequence[int], scale: float
+) -> Tensor:
+    """`paged_attention` of many rows, by the library's fused kernel where it has one.
+
+    Args:
+        q: [batch, rows, heads, head_dim], rows at positions starts[b] .. starts[b] + rows - 1.
+        k_pool, v_pool, table: as in `paged_attention`.
+    Returns:
+        [batch, rows, heads, head_dim].
+    """
+    batch, rows = q.shape[:2]
+    page_size = k_pool.shape[1]
+    out = torch.empty_like(q)
+    for start in sorted(set(starts)):
+        alike = [b for b in range(batch) if starts[b] == start]
+        some = slice(None) if len(alike) == batch else torch.tensor(alike, device=q.device)
+        length = start + rows
+        pages = table[some, : -(-length // page_size)]
+        k, v = (pool[pages].flatten(1, 2)[:, :length].transpose(1, 2) for pool in (k_pool, v_pool))
+        query = q[some].transpose(1, 2)
+        mask = causal_lower_right(rows, length) if start else None
+        found = F.scaled_dot_product_attention(
+            query, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        out[some] = found.transpose(1, 2)
+    return out
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

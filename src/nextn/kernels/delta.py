@@ -144,21 +144,30 @@ def replay_step(
     return out
 
 
-def _inputs(
+def delta_inputs(
     weights: DeltaWeights, x: Tensor, ring: Tensor, slot: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta and the gate of the rows, [batch, rows, heads, ...]; the rows' inputs go into the ring."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v (after the convolution), g and beta of the rows, [batch, rows, heads, ...]; reads the ring's past."""
     w = weights
     batch = slot.shape[0]
-    mixed, z, b, a = whole(x, ring.dtype).view(batch, -1, sum(w.sizes)).split(w.sizes, -1)
+    mixed, _, b, a = whole(x, ring.dtype).view(batch, -1, sum(w.sizes)).split(w.sizes, -1)
     rows, past = mixed.shape[1], w.conv.shape[1] - 1
     before = ring[slot[:, None], columns_of(position - past, past, ring.shape[1])]
     known = position[:, None] - past + torch.arange(past, device=position.device) >= 0
-    window = torch.cat((before.masked_fill(~known[..., None], 0), mixed), 1)
-    ring[slot[:, None], columns_of(position, rows, ring.shape[1])] = mixed
-    convolved = causal_conv(window, w.conv)
+    convolved = causal_conv(torch.cat((before.masked_fill(~known[..., None], 0), mixed), 1), w.conv)
     key_width = w.k_heads * w.k_dim
     q, k, v = convolved.split((key_width, key_width, w.v_heads * w.v_dim), -1)
     g, beta = decay_and_strength(a, b, w.a_log, w.dt_bias)
     key_shape, value_shape = (batch, rows, w.k_heads, w.k_dim), (batch, rows, w.v_heads, w.v_dim)
-    return q.view(key_shape), k.view(key_shape), v.view(value_shape), g, beta, z.view(value_shape)
+    return q.view(key_shape), k.view(key_shape), v.view(value_shape), g, beta
+
+
+def _inputs(
+    weights: DeltaWeights, x: Tensor, ring: Tensor, slot: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`delta_inputs` and the gate, [batch, rows, heads, ...]; the rows' inputs go into the ring."""
+    w = weights
+    found = delta_inputs(w, x, ring, slot, position)
+    mixed, z, _, _ = whole(x, ring.dtype).view(slot.shape[0], -1, sum(w.sizes)).split(w.sizes, -1)
+    ring[slot[:, None], columns_of(position, mixed.shape[1], ring.shape[1])] = mixed
+    return *found, z.view(*mixed.shape[:2], w.v_heads, w.v_dim)

@@ -260,7 +260,7 @@ def _norm_gate(
     if PDL:
         gdc_wait()
     at = row * (V_HEADS * V_DIM) + head * V_DIM + dv
-    value = tl.load(o + at)
+    value = tl.load(o + at).to(tl.float32)
     gate_at = row * x_row + gate_column + head * V_DIM + dv
     gate = load_rows(x, gate_at, dv < V_DIM, x_split, SPLITS, out.dtype.element_ty)
     value *= tl.rsqrt(tl.sum(value * value) / V_DIM + eps) * weight * _silu(gate)
@@ -351,7 +351,6 @@ def _launch(
     width = 2 * w.k_dim + block + 4
     scratch = torch.empty(batch * programs * rows * width, dtype=torch.float32, device=x.device)
     raw = torch.empty(total, w.v_heads * w.v_dim, dtype=torch.float32, device=x.device)
-    out = torch.empty(total, w.v_heads * w.v_dim, dtype=ring.dtype, device=x.device)
     _delta[(programs, batch)](
         x,
         w.conv,
@@ -386,7 +385,21 @@ def _launch(
         num_warps=4,
         launch_pdl=pdl,
     )
-    _norm_gate[(total, w.v_heads)](
+    return norm_gate(w, raw, x, dtype=ring.dtype, pdl=pdl)
+
+
+def norm_gate(weights: DeltaWeights, raw: Tensor, x: Tensor, *, dtype: torch.dtype, pdl: bool = False) -> Tensor:
+    """`norm.gated_rms_norm` of rows whose gates lie in the input product.
+
+    Args:
+        raw: [rows, v_heads * v_dim], contiguous.
+        x: the input product [rows, N], or its partial sums.
+    Returns:
+        [rows, v_heads * v_dim] in `dtype`.
+    """
+    w = weights
+    out = torch.empty(raw.shape, dtype=dtype, device=x.device)
+    _norm_gate[(raw.shape[0], w.v_heads)](
         raw,
         x,
         w.scale,
@@ -397,7 +410,7 @@ def _launch(
         w.eps,
         V_HEADS=w.v_heads,
         V_DIM=w.v_dim,
-        SPLITS=splits,
+        SPLITS=splits_of(x),
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

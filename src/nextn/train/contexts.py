@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nextn.kernels import gdn
-from nextn.kernels.norm import HALF, wide
+from nextn.kernels.gdn_fused import available, gdn_chunk_fused
 from nextn.kernels.rope import Rope, qk_norm_rope
 from nextn.models.context import DeltaInput, QKNorm
 from nextn.train.layout import Group, Layout, blocks
@@ -52,7 +51,7 @@ class PackedContext:
         """Convolution over shifted rows of the same document; the recurrence starts anew at each document."""
         q, k, v = x.split(packed_conv(self.layout, x.mixed, x.conv))
         g, beta = gdn.decay_and_strength(x.a, x.b, x.a_log, x.dt_bias)
-        if v.is_cuda and v.dtype in HALF and find_spec("fla") is not None:
+        if available(v):
             return _delta_fused(self.layout, q, k, v, g, beta)
         out = torch.zeros_like(v)
         for group in self.layout.groups:
@@ -211,19 +210,8 @@ def packed_conv(layout: Layout, mixed: Tensor, weight: Tensor) -> Tensor:
 
 
 def _delta_fused(layout: Layout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """flash-linear-attention's chunked kernel, told the boundaries."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    group = v.shape[2] // k.shape[2]
-    used = layout.used
-    q, k = (x.repeat_interleave(group, 2)[:, :used] for x in (q, k))
-    out, _ = chunk_gated_delta_rule(
-        q,
-        k,
-        v[:, :used],
-        wide(g)[:, :used],
-        beta[:, :used].to(v.dtype),
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=layout.boundaries.long(),
-    )
-    return F.pad(out, (0, 0, 0, 0, 0, v.shape[1] - used))
+    """The recurrence of all documents in one call; zeros at padding."""
+    rows = v.shape[1]
+    q, k, v, g, beta = (x[:, : layout.used] for x in (q, k, v, g, beta))
+    out, _ = gdn_chunk_fused(q, k, v, g, beta, None, layout.bounds)
+    return F.pad(out, (0, 0, 0, 0, 0, rows - layout.used))

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nextn.kernels.gdn_fused import Bounds
+
 
 class Packed(Protocol):
     """A packed batch of T tokens (`nextn.train.packing.PackedBatch`): ids, positions restarting at each document,
@@ -55,9 +57,9 @@ class Layout:
 
     Args:
         documents: [1, T] int64 on any device; equal numbers are side by side, -1 is padding.
+        host: the same on the CPU where it is there too, so that nothing waits for the device.
 
     Attributes:
-        host: the same on the CPU where it is there too, so that nothing waits for the device.
         masks: block masks that attention made of this batch, by the number of draft steps whose keys they cover.
     """
 

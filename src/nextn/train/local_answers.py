@@ -79,7 +79,7 @@ def answer_locally(
         if waiting and not running and (scheduler is None or waiting[0].room > room):
             # Later turns are longer: a pool that they outgrow is left once it is empty.
             room = max(2 * room, *(a.room for a in waiting))
-            scheduler = engine.scheduler([room] * at_once, [waiting[0].request])
+            scheduler = engine.scheduler([room] * at_once)
         assert scheduler is not None
         free = at_once - len(running)
         if free >= max(at_once // PLACES_REFILLED, 1):
