@@ -42,13 +42,17 @@ def tied(root: Path) -> Path:
     return runs.target(root / "tied", "qwen3_5_moe", tied=True)
 
 
-def launch(made: TrainConfig, world: int) -> None:
+def launch(made: TrainConfig, world: int, *options: str, command: str = "train") -> None:
     """The command itself, in `world` processes."""
     words = [f"{key}={value}" for key, value in made.model_dump(exclude_none=True).items() if key != "data"]
     words.append(f"data={made.data[0]}" if made.data else "data=[]")
+    run(world, "nextn.cli", command, *words, *options)
+
+
+def run(world: int, module: str, *words: str) -> None:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     done = subprocess.run(
-        [sys.executable, *start, "-m", "nextn.cli", "train", *words],
+        [sys.executable, *start, "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -122,3 +126,40 @@ def test_every_parameter_is_sharded(root: Path, model: Path) -> None:
         assert isinstance(begun.model.output_weight, DTensor)
     finally:
         dist.destroy_process_group()
+
+
+# -- cached hidden states -------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_processes_write_the_cache_of_one(root: Path, tied: Path) -> None:
+    """Shard by shard and byte by byte: five batches in shards of two, begun by two processes and completed by them, or
+    by one, or begun by one."""
+    made = runs.config(root, tied, steps=5, output=str(root / "none"))
+    (root / "cache.cfg").write_text(made.model_dump_json())
+
+    def write(out: str, *parts: tuple[int, int]) -> dict[str, bytes]:
+        for world, count in parts:
+            run(world, "tests.train.cache_worker", str(root / "cache.cfg"), str(root / out), str(count), "10000")
+        return contents(root / out)
+
+    alone = write("alone", (1, 5))
+    assert len(alone) == 4
+    assert write("pair", (2, 5)) == alone
+    assert write("mixed", (2, 4), (1, 5)) == alone == write("other", (1, 2), (2, 5))
+
+
+def test_the_cache_command_under_torchrun(root: Path, model: Path) -> None:
+    """Training from it gives the losses of training online."""
+    online = config(root, model, "online", steps=3)
+    runs.trainer(online).run()
+    launch(online, 2, "--out", str(root / "states"), command="cache")
+    launch(online, 1, "--out", str(root / "states-alone"), command="cache")
+    assert contents(root / "states") == contents(root / "states-alone")
+    offline = config(root, model, "offline", steps=3, data=[], cache=str(root / "states"))
+    launch(offline, 2)
+    pairs = zip(runs.losses(offline), runs.losses(online), strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-5

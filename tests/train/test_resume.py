@@ -16,8 +16,11 @@ import torch
 
 from nextn.errors import NextnError
 from nextn.train.hidden_cache import write_cache
+from nextn.train.processes import Processes
 from nextn.train.step import HeadStep
 from tests.train import runs
+
+ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +149,7 @@ def test_cached_states_give_the_same_losses(root: Path, init: str, tmp_path: Pat
     out = tmp_path / "cache"
     for count in (2, 5):
         source = runs.trainer(online).source
-        facts = write_cache(made.begun.model, source, online, out, count, shard_bytes=10_000)  # type: ignore[arg-type]
+        facts = write_cache(made.begun.model, source, online, out, count, ALONE, shard_bytes=10_000)  # type: ignore[arg-type]
     assert facts["batches"] == 5
     assert len(facts["shards"]) > 2
     made.run()
@@ -166,12 +169,12 @@ def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
     runs.target(tmp_path / "other", "qwen3_5", seed=1)
     made = runs.config(root, root / "model", steps=1)
     one = runs.trainer(made)
-    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 1)  # type: ignore[arg-type]
+    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
     with pytest.raises(NextnError, match="another target"):
         runs.trainer(runs.config(root, tmp_path / "other", cache=str(tmp_path / "cache"), output=str(tmp_path / "h")))
     other = runs.config(root, root / "model", seed=7)
     with pytest.raises(NextnError, match="another seed"):
-        write_cache(one.begun.model, one.source, other, tmp_path / "cache", 2)  # type: ignore[arg-type]
+        write_cache(one.begun.model, one.source, other, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
     (tmp_path / "cache" / "states-00000.safetensors").write_bytes(b"\0" * 64)
     broken = runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
     with pytest.raises(NextnError, match="cannot be read"):
@@ -185,7 +188,7 @@ def test_a_cache_goes_round(root: Path, tmp_path: Path) -> None:
     """More steps than batches: the batches come again in the same order."""
     made = runs.config(root, root / "model", steps=1)
     one = runs.trainer(made)
-    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 2)  # type: ignore[arg-type]
+    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
     source = runs.trainer(
         runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
     ).source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,17 +64,16 @@ def cache(
     if out is None:
         raise NextnError("No folder is named for the cache.", "Give --out FOLDER.")
     config = read_settings(settings or [])
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NextnError("`nextn cache` runs as one process.", "Start it without torchrun.")
     if not config.data:
         raise NextnError("No training data is named.", "Give data=FILE.jsonl.")
-    count = batches if batches is not None else config.steps * (config.accumulation or 1)
 
     from nextn.engine.progress import loading
-    from nextn.models.load import load_decoder
+    from nextn.models.decoder import Decoder
     from nextn.train.hidden_cache import write_cache
-    from nextn.train.processes import processes
+    from nextn.train.load_target import load_target
+    from nextn.train.processes import Processes, processes
     from nextn.train.progress import Progress
+    from nextn.train.shard import shard
     from nextn.train.source import DataSource
     from nextn.train.start import open_target, target_dtype
 
@@ -83,10 +81,15 @@ def cache(
         checkpoint = open_target(config)
         dtype = target_dtype(config, checkpoint, group.device)
         with loading(sys.stderr) as progress:
-            model, _ = load_decoder(checkpoint, dtype=dtype, device=group.device, mtp=False, progress=progress)
-        source = DataSource(config, make_reader(config, checkpoint), group)
+            model = load_target(checkpoint, dtype, group, progress=progress if group.first else None)
+        assert isinstance(model, Decoder)
+        shard(model, None, group)
+        source = DataSource(config, make_reader(config, checkpoint), Processes(0, 1, group.device))
+        count = batches if batches is not None else config.steps * (config.accumulation or group.world)
         with Progress("caching", "batches", count, sys.stderr) as bar:
-            facts = write_cache(model, source, config, out, count, progress=bar.at)
+            facts = write_cache(model, source, config, out, count, group, progress=bar.at if group.first else None)
+    if not group.first:
+        return
     stored = sum((out / shard["file"]).stat().st_size for shard in facts["shards"])
     if as_json:
         print(json.dumps({"out": str(out), "batches": facts["batches"], "bytes": stored, "data": facts.get("report")}))

@@ -102,7 +102,7 @@ def evaluate(
         edges: upper ends of the context-length buckets.
         draft_ids: the only ids that the head drafts; None is all.
         unroll: gives the head's outputs.
-        together: processes that judge other text each, as many batches (`share`); all return the sum of what they count.
+        together: processes that judge as many batches each (`share`); all return the sum of their counts.
         progress: called with the tokens judged so far, after each batch.
     Raises:
         NextnError: K beyond what the head has layers for, or no place in the text where K drafts could be judged.

@@ -1,8 +1,9 @@
 """Hidden states of the target, kept on disk: `nextn cache` writes them, training reads them instead of a target pass.
 
-A cache is a folder of safetensors shards and ``cache.json``, which is written after each shard, so that a killed run
-goes on with the next shard. Batch n holds ``n.ids``, ``n.positions``, ``n.documents``, ``n.loss_mask``, ``n.given``
-and, where the head is given another hidden state than the output head, ``n.teacher``; all [1, T(, hidden)].
+A cache is a folder of safetensors shards and ``cache.json``, which is written after each shard (of each process), so
+that a killed run goes on with the next, with another number of processes too. Batch n holds ``n.ids``,
+``n.positions``, ``n.documents``, ``n.loss_mask``, ``n.given`` and, where the head is given another hidden state than
+the output head, ``n.teacher``; all [1, T(, hidden)].
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nextn.train.export import write_json
 from nextn.train.layout import Layout
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
+from nextn.train.shard import gathered
 from nextn.train.source import Source
 from nextn.train.step import Item
 from nextn.train.unroll import TargetStates, target_states
@@ -41,7 +43,8 @@ SETTINGS = ("data", "batch_tokens", "max_length", "seed")
 def fingerprint(model: Drafter) -> str:
     """Tells targets apart: a hash of the output head's first rows, of the geometry and of the dtype."""
     weight = model.output_weight
-    rows = weight[:64].detach().to("cpu", torch.float32).numpy().tobytes()
+    # A copy: memory that numpy has seen cannot be freed when a sharded weight is let go.
+    rows = weight[:64].detach().to("cpu", torch.float32, copy=True).numpy().tobytes()
     shape = f"{tuple(weight.shape)} {weight.dtype} {model.config.layers} {model.config.family.name}"
     return hashlib.sha256(rows + shape.encode()).hexdigest()[:32]
 
@@ -52,49 +55,83 @@ def write_cache(
     config: TrainConfig,
     out: Path,
     count: int,
+    processes: Processes,
     *,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Cache the hidden states of a run's first `count` packed batches, in their order.
 
+    Each of several processes writes every world-th shard; the shards are those that one process would write.
+
     Args:
-        source: of one process.
-        progress: called with the batches done.
+        model: the target, sharded where there are several processes.
+        source: of one process: each reads the whole sequence.
+        progress: called with the batches done, of all processes.
     Returns:
         what ``cache.json`` holds.
     Raises:
         NextnError: `out` holds a cache of other data, of another model or with other settings.
     """
-    wanted = {"model": fingerprint(model), **{name: getattr(config, name) for name in SETTINGS}}
+    with gathered(model):
+        wanted = {"model": fingerprint(model), **{name: getattr(config, name) for name in SETTINGS}}
     facts: dict[str, Any] = {**wanted, "batches": 0, "shards": [], "state": source.state_dict()}
     if (out / FACTS).is_file():
         facts = read_json(out / FACTS)
         _require_same(facts, wanted, out)
         source.load_state_dict(facts["state"])
+    processes.wait()
     out.mkdir(parents=True, exist_ok=True)
-    device = model.embed.weight.device
-    held: dict[str, Tensor] = {}
-    first = facts["batches"]
-    for number in range(first, count):
-        batch, _ = source.take()
-        placed = batch.to(device)
-        states = target_states(model, placed, Layout(placed.documents))
-        held |= {f"{number}.{name}": getattr(batch, name) for name in PLACES}
-        held[f"{number}.given"] = states.given.cpu()
-        if states.teacher is not states.given:
-            held[f"{number}.teacher"] = states.teacher.cpu()
-        if progress is not None:
-            progress(number + 1)
-        if number + 1 == count or sum(t.nbytes for t in held.values()) >= shard_bytes:
-            name = f"states-{len(facts['shards']):05d}.safetensors"
+    size = -(-shard_bytes // _batch_bytes(model, config.batch_tokens))
+    while facts["batches"] < count:
+        first = facts["batches"]
+        taken = [source.take()[0] for _ in range(min(size * processes.world, count - first))]
+        starts = range(0, len(taken), size)
+        names = [f"states-{len(facts['shards']) + i:05d}.safetensors" for i in range(len(starts))]
+        at = processes.rank * size
+        own = taken[at : at + size]
+        held: dict[str, Tensor] = {}
+        for turn in range(min(size, len(taken))):
+            # A sharded model's forwards are run together: where this process has none left, one is thrown away.
+            states = _states(model, own[turn] if turn < len(own) else taken[0])
+            if turn < len(own):
+                held |= _named(first + at + turn, own[turn], states)
+            if progress is not None:
+                progress(first + min((turn + 1) * len(starts), len(taken)))
+        if own:
+            name = names[processes.rank]
             save_file(held, out / f".{name}")
             os.replace(out / f".{name}", out / name)
-            facts["shards"].append({"file": name, "first": first, "batches": number + 1 - first})
-            facts |= {"batches": number + 1, "state": source.state_dict(), "report": source.report()}
+        facts["shards"] += [
+            {"file": name, "first": first + start, "batches": min(size, len(taken) - start)}
+            for name, start in zip(names, starts, strict=True)
+        ]
+        facts |= {"batches": first + len(taken), "state": source.state_dict(), "report": source.report()}
+        processes.wait()
+        if processes.first:
             write_json(out / FACTS, facts)
-            held, first = {}, number + 1
+    processes.wait()
     return facts
+
+
+def _batch_bytes(model: Decoder, tokens: int) -> int:
+    """Of one packed batch in a shard."""
+    copies = 1 if model.config.family.target_hidden == "post_norm" else 2
+    return tokens * (25 + copies * model.config.hidden * model.embed.weight.element_size())
+
+
+def _states(model: Decoder, batch: PackedBatch) -> TargetStates:
+    placed = batch.to(model.embed.weight.device)
+    return target_states(model, placed, Layout(placed.documents))
+
+
+def _named(number: int, batch: PackedBatch, states: TargetStates) -> dict[str, Tensor]:
+    """A batch's tensors under the names that a shard has for them."""
+    held = {f"{number}.{name}": getattr(batch, name) for name in PLACES}
+    held[f"{number}.given"] = states.given.cpu()
+    if states.teacher is not states.given:
+        held[f"{number}.teacher"] = states.teacher.cpu()
+    return held
 
 
 class CachedSource:

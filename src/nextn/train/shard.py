@@ -23,14 +23,19 @@ def mesh_of(processes: Processes) -> DeviceMesh:
     return init_device_mesh(processes.device.type, (processes.world,))
 
 
-def shard(model: Drafter, unroll: HeadUnroll, processes: Processes) -> None:
-    """Shard in place what is whole, where there is more than one process; layers are sharded as they are loaded."""
+def shard(model: Drafter, unroll: HeadUnroll | None, processes: Processes) -> None:
+    """Shard in place what is whole, where there is more than one process; layers are sharded as they are loaded.
+
+    Args:
+        unroll: of the model's head; None where it was loaded without one.
+    """
     if processes.world == 1:
         return
     mesh = mesh_of(processes)
-    head = set(unroll.parameters())
+    head = set(unroll.parameters()) if unroll is not None else set()
     fully_shard(model, mesh=mesh, ignored_params=head)
-    fully_shard(unroll, mesh=mesh)
+    if unroll is not None:
+        fully_shard(unroll, mesh=mesh)
 
 
 @contextmanager

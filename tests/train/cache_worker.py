@@ -1,0 +1,31 @@
+"""One of the processes that write a cache in small shards: CONFIG.json OUT BATCHES SHARD_BYTES, under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nextn.models.decoder import Decoder
+from nextn.train.config import TrainConfig
+from nextn.train.hidden_cache import write_cache
+from nextn.train.load_target import load_target
+from nextn.train.processes import Processes, processes
+from nextn.train.shard import shard
+from nextn.train.source import DataSource
+from nextn.train.start import open_target, target_dtype
+from tests.train import runs
+
+
+def main() -> None:
+    config = TrainConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    with processes("cpu") as group:
+        checkpoint = open_target(config)
+        model = load_target(checkpoint, target_dtype(config, checkpoint, group.device), group)
+        assert isinstance(model, Decoder)
+        shard(model, None, group)
+        source = DataSource(config, runs.reader(config, checkpoint), Processes(0, 1, group.device))
+        write_cache(model, source, config, Path(sys.argv[2]), int(sys.argv[3]), group, shard_bytes=int(sys.argv[4]))
+
+
+if __name__ == "__main__":
+    main()
