@@ -84,3 +84,10 @@ def test_errors_are_two_sentences(root: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_are_valid(recipe: Path) -> None:
     assert load_config(recipe).steps > 0
+
+
+def test_the_word_off_is_not_read_as_false(tmp_path: Path) -> None:
+    """YAML 1.1 would."""
+    (tmp_path / "run.yaml").write_text("data: x.jsonl\nautocast: off\n")
+    assert load_config(tmp_path / "run.yaml").autocast == "off"
+    assert load_config(None, ["data=x.jsonl", "autocast=off"]).autocast == "off"

@@ -26,6 +26,11 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _off(value: Any) -> Any:
+    """YAML reads the bare word off as false."""
+    return "off" if value is False else value
+
+
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
 LossKind = Literal["ce", "kl", "lk", "lk_log", "tv"]
@@ -86,7 +91,7 @@ class TrainConfig(BaseModel):
     target_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto", description="Of the frozen target. auto: float32 on a CPU, the checkpoint's own on a GPU."
     )
-    autocast: Literal["auto", "bfloat16", "off"] = Field(
+    autocast: Annotated[Literal["auto", "bfloat16", "off"], BeforeValidator(_off)] = Field(
         "auto", description="Arithmetic of the head, whose weights are float32. auto: bfloat16 on a GPU, off on a CPU."
     )
     device: str = Field("auto", description="auto, cpu, cuda.")
@@ -96,6 +101,11 @@ class TrainConfig(BaseModel):
     eval_draft_tokens: Whole = Field(3, ge=1, le=8, description="Draft length K that accept length is reported for.")
     save: Whole = Field(100, ge=1, description="Steps between checkpoints.")
     keep: Whole = Field(2, ge=1, description="Newest checkpoints to keep, besides the one that is accepted best.")
+    keep_best: bool = Field(
+        True,
+        description="With `eval`: export the step accepted best, or nothing where none beats the head that was there "
+        "before. false: export the last step.",
+    )
     resume: bool = Field(True, description="Continue from the newest checkpoint in `output`. false: refuse if one is.")
     log_every: Whole = Field(10, ge=1, description="Steps between lines of the log.")
     wandb: str | None = Field(None, description="Project to log to, where Weights & Biases is installed.")
@@ -109,7 +119,7 @@ class TrainConfig(BaseModel):
 
 RUN_ONLY = frozenset(
     {"output", "merge", "steps", "save", "keep", "resume", "log_every", "wandb", "eval", "eval_every", "device"}
-    | {"eval_tokens", "eval_draft_tokens"}
+    | {"eval_tokens", "eval_draft_tokens", "keep_best"}
 )
 """Keys that may change between a run and its continuation."""
 
