@@ -22,8 +22,11 @@ SWAP = RowPlan("swap", 64, 64, splits=2, stages=2)
     [(1, 40, 192, FMA), (1, 7, 100, FMA), (1, 70, 256, DOT), (4, 70, 256, DOT), (16, 32, 200, DOT), (3, 100, 320, SWAP),
      (9, 33, 64, RowPlan("dot", 32, 64, splits=1)), (5, 64, 72, RowPlan("swap", 64, 64, splits=1)),
      (4, 12, 40, LIBRARY), (33, 40, 192, RowPlan("swap", 32, 64, splits=2, block_m=32)),
-     (20, 40, 100, RowPlan("dot", 32, 64, block_m=32)), real(32, 18432, 2560, RowPlan("swap", 64, 64, block_m=32)),
-     real(1, 12352, 2560, RowPlan("fma", 4, 1024, warps=4)),
+     (20, 40, 100, RowPlan("dot", 32, 64, block_m=32)), (1, 7, 100, RowPlan("fma", 2, 128)),
+     (3, 100, 320, RowPlan("swap", 64, 64, splits=2, first=1)), (20, 40, 100, RowPlan("dot", 32, 64, first=1)),
+     (2, 40, 48, RowPlan("swap", 64, 64, first=1)), real(32, 18432, 2560, RowPlan("swap", 64, 64, block_m=32)),
+     real(1, 12352, 2560, RowPlan("fma", 4, 1024, warps=4)), real(1, 8224, 1024, RowPlan("fma", 8, 1024)),
+     real(4, 12352, 2560, RowPlan("swap", 64, 128, stages=4, ahead=4, first=1)),
      real(4, 2560, 9216, RowPlan("dot", 64, 128, splits=8, stages=4, ahead=2)),
      real(9, 18432, 2560, RowPlan("swap", 64, 128, splits=2, stages=4, ahead=2)),
      real(4, 248320, 1024, RowPlan("dot", 64, 128, splits=1, stages=4)),
@@ -86,6 +89,14 @@ def test_a_table_answers_for_its_shapes_with_the_next_row_count_listed() -> None
     assert plans.plan(256, 64, 1) == RowPlan("fma", 4, 64)
     assert plans.plan(256, 64, 2) == plans.plan(256, 64, 4) == RowPlan("dot", 32, 128, 4, 8, 3, 1)
     assert plans.plan(256, 64, 5) == plans.plan(64, 256, 1) == LIBRARY
+
+
+def test_a_table_answers_for_shapes_near_its_own() -> None:
+    kinds = {32: "dot", 100: "swap", 5: "fma"}
+    plans = RowPlans({f"{n}x64": {"4": {"kind": kind}} for n, kind in kinds.items()})
+    found = {n: plans.plan(n, 64, 2).kind for n in (2, 3, 5, 10, 11, 16, 17, 56, 57, 100, 200, 201)}
+    near = {2: "library", 3: "fma", 5: "fma", 10: "fma", 11: "library", 16: "dot", 17: "dot", 56: "dot", 57: "swap"}
+    assert found == {**near, 100: "swap", 200: "swap", 201: "library"}
 
 
 def test_one_plan_for_any_number_of_rows_is_never_the_library() -> None:

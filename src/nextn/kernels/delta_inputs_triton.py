@@ -47,14 +47,14 @@ def _inputs(
     to = (batch * rows + row).to(tl.int64)
     if tl.program_id(1) == tl.num_programs(1) - 1:
         head = tl.arange(0, HEADS)[None, :]
-        some = real & (head < V_HEADS)
-        b = tl.load(line + WIDTH + VALUES + head, mask=some, other=0.0).to(tl.float32)
-        a = tl.load(line + WIDTH + VALUES + V_HEADS + head, mask=some, other=0.0).to(tl.float32)
+        each = real & (head < V_HEADS)
+        b = tl.load(line + WIDTH + VALUES + head, mask=each, other=0.0).to(tl.float32)
+        a = tl.load(line + WIDTH + VALUES + V_HEADS + head, mask=each, other=0.0).to(tl.float32)
         a += tl.load(dt_bias + head, mask=head < V_HEADS, other=0.0).to(tl.float32)
         rate = -tl.exp(tl.load(a_log + head, mask=head < V_HEADS, other=0.0).to(tl.float32))
         grown = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        tl.store(decay + to * V_HEADS + head, rate * grown, mask=some)
-        tl.store(strength + to * V_HEADS + head, tl.sigmoid(b), mask=some)
+        tl.store(decay + to * V_HEADS + head, rate * grown, mask=each)
+        tl.store(strength + to * V_HEADS + head, tl.sigmoid(b), mask=each)
     else:
         channel = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
         inside = channel < WIDTH

@@ -1,6 +1,7 @@
 """Which kernel multiplies a few rows with a weight of some shape fastest: a table measured on one machine.
 
-``rows_h200.json`` is written by ``benchmarks/tune_rows.py``. A shape that it does not list goes to the library.
+``rows_h200.json`` is written by ``benchmarks/tune_rows.py``. A shape that it does not list is treated as the nearest
+one with as many inputs and up to twice or half the outputs, and goes to the library where there is none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +31,9 @@ class RowPlan:
         block_n, block_k: tile of the weight.
         splits: along K; more than one leaves partial sums.
         stages: tiles in flight.
-        ahead: tiles asked into the L2 cache before the wait of a dependent launch.
+        ahead: tiles asked into the L2 cache before the wait of a dependent launch, after the `first`.
         block_m: rows that a program of the tensor-core kernels takes.
+        first: tiles, 0 or 1, that a program of the tensor-core kernels loads before that wait.
     """
 
     kind: Kind
@@ -41,6 +44,7 @@ class RowPlan:
     stages: int = 1
     ahead: int = 0
     block_m: int = 16
+    first: int = 0
 
 
 LIBRARY = RowPlan("library")
@@ -56,14 +60,16 @@ class RowPlans:
     """
 
     def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        self._plans = {
-            shape: sorted((int(rows), RowPlan(**fields)) for rows, fields in by_rows.items())
-            for shape, by_rows in table.items()
-        }
+        self._plans: dict[int, dict[int, list[tuple[int, RowPlan]]]] = {}
+        for shape, by_rows in table.items():
+            n, k = map(int, shape.split("x"))
+            plans = sorted((int(rows), RowPlan(**fields)) for rows, fields in by_rows.items())
+            self._plans.setdefault(k, {})[n] = plans
 
     def plan(self, n: int, k: int, rows: int) -> RowPlan:
         """For `rows` rows and n outputs of k inputs: the one listed for the fewest rows not below, or the library."""
-        listed = self._plans.get(f"{n}x{k}", ())
+        alike = {width: plans for width, plans in self._plans.get(k, {}).items() if width <= 2 * n <= 4 * width}
+        listed = alike[min(alike, key=lambda width: abs(log(width / n)))] if alike else []
         return next((plan for most, plan in listed if most >= rows), LIBRARY)
 
     def fixed(self, n: int, k: int) -> RowPlan:

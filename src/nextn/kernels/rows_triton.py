@@ -28,8 +28,10 @@ def _one_row(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """BN outputs; with WHOLE one tile holds all of their weights."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -39,17 +41,20 @@ def _one_row(
     tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        ahead = start + BK
-        inside = rows & (k[None, :] + ahead < K)
-        following = tl.load(at + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
-        if EVEN:
-            value = tl.load(x + start + k)
-        else:
-            value = tl.load(x + start + k, mask=start + k < K, other=0.0)
-        acc += tile.to(tl.float32) * value.to(tl.float32)[None, :]
-        tile = following
+    if WHOLE:
+        acc = tile.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    else:
+        acc = tl.zeros((BN, BK), tl.float32)
+        for start in range(0, K, BK):
+            ahead = start + BK
+            inside = rows & (k[None, :] + ahead < K)
+            following = tl.load(at + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
+            if EVEN:
+                value = tl.load(x + start + k)
+            else:
+                value = tl.load(x + start + k, mask=start + k < K, other=0.0)
+            acc += tile.to(tl.float32) * value.to(tl.float32)[None, :]
+            tile = following
     tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
 
 
@@ -68,6 +73,7 @@ def _few_rows(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    FIRST: tl.constexpr,
     AHEAD: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -76,8 +82,8 @@ def _few_rows(
     """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :], M rows a program.
 
     Blocks of rows that share weights are neighbours in the launch order, so that the L2 cache serves all but one.
-    SWAP puts the weights on the side of the tensor core's wide dimension. AHEAD tiles of weights are asked into the L2
-    cache before the wait.
+    SWAP puts the weights on the side of the tensor core's wide dimension. Before the wait FIRST tiles of weights, 0 or
+    1, are loaded, and AHEAD further ones asked into the L2 cache.
     """
     if PDL:
         gdc_launch_dependents()
@@ -87,27 +93,33 @@ def _few_rows(
     wanted = n[:, None] < N
     row_inside = m[:, None] < rows
     base = w + n[:, None].to(tl.int64) * K
+    if FIRST > 0:
+        early = tl.load(base + k[None, :], mask=wanted & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if AHEAD > 0:
-        LINE: tl.constexpr = 64
-        line = tl.program_id(1) * chunk + tl.arange(0, BK // LINE) * LINE
-        for t in tl.static_range(AHEAD):
-            # Lines past the end belong to the rows below, or repeat the last: a prefetch changes nothing.
-            address = tl.minimum(n[:, None], N - 1).to(tl.int64) * K + tl.minimum(line[None, :] + t * BK, K - 1)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [(w + address).to(tl.int64)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+        # One request of the copy engine an output: all its AHEAD tiles, which lie side by side.
+        row = w + tl.minimum(n, N - 1).to(tl.int64) * K + tl.program_id(1) * chunk + FIRST * BK
+        size = tl.full((BN,), AHEAD * BK * (w.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [row.to(tl.int64), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     if PDL:
         gdc_wait()
     if SWAP:
         acc = tl.zeros((BN, M), tl.float32)
     else:
         acc = tl.zeros((M, BN), tl.float32)
-    for start in tl.range(0, chunk, BK, num_stages=STAGES):
+    if FIRST > 0:
+        rows_early = tl.load(x + m[:, None] * x_row + k[None, :], mask=row_inside & (k[None, :] < K), other=0.0)
+        if SWAP:
+            acc = tl.dot(early, rows_early.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(rows_early, early.T, acc, input_precision="ieee")
+    for start in tl.range(FIRST * BK, chunk, BK, num_stages=STAGES):
         if EVEN:
             a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside, other=0.0)
             b = tl.load(base + k[None, :] + start, mask=wanted, other=0.0, eviction_policy="evict_first")
@@ -161,12 +173,14 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
             BN=plan.block_n,
             BK=plan.block_k,
             EVEN=k % plan.block_k == 0,
+            WHOLE=k <= plan.block_k,
             PDL=pdl,
             num_warps=plan.warps,
             launch_pdl=pdl,
         )
         return out
     step = plan.splits * plan.block_k
+    even = k % step == 0
     row_blocks = triton.cdiv(rows, plan.block_m)
     _few_rows[(triton.cdiv(n, plan.block_n) * row_blocks, plan.splits)](
         x,
@@ -182,9 +196,10 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         BN=plan.block_n,
         BK=plan.block_k,
         STAGES=plan.stages,
-        AHEAD=plan.ahead if x.is_cuda else 0,
+        FIRST=plan.first,
+        AHEAD=plan.ahead if pdl and even and (plan.first + plan.ahead) * step <= k else 0,
         SWAP=plan.kind == "swap",
-        EVEN=k % step == 0,
+        EVEN=even,
         PDL=pdl,
         num_warps=plan.warps,
         launch_pdl=pdl,
