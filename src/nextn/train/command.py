@@ -48,8 +48,18 @@ def train(settings: Settings = None, help_config: HelpConfig = False, as_json: J
         if group.device.type == "cpu":
             fit_threads(parameter_bytes(trainer.begun.model.parameters()))
         facts = trainer.run()
-    if not quiet:
-        _print(facts, as_json)
+    if quiet:
+        return
+    _print(facts, as_json)
+    if facts["exported_step"] is None:
+        before, after = (facts[name]["accept_length"] for name in ("before", "after"))
+        kept = config.output + "/checkpoints"
+        raise NextnError(
+            f"No step beat the head that it started from (accept length {before:.3f}, {after:.3f} at best), so nothing "
+            f"is exported; the last checkpoint is {kept}/step-{facts['steps']}.",
+            "Lower lr, or give more and closer data; the same command with keep_best=false exports the last step.",
+            exit_code=1,
+        )
 
 
 def cache(
@@ -140,9 +150,11 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
             shown = " ".join(f"{a:.3f}" for a in figures["acceptance"])
             print(f"accept length {name}: {figures['accept_length']:.3f} ({shown})")
     before, after = facts["before"], facts["after"]
-    if before and after and after["accept_length"] < before["accept_length"]:
+    exported = facts["exported_step"] is not None
+    if exported and before and after and after["accept_length"] < before["accept_length"]:
         print("The trained head is accepted less than the one it started from: lower lr, or give more and closer data.")
-    print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
+    if exported:
+        print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
 
 
 train.__doc__ = (train.__doc__ or "") + "\n" + TRAIN_EPILOG

@@ -90,11 +90,13 @@ def _comparison(evals: Sequence[Record]) -> str:
         for name, counts in after["domains"].items()
     ]
     body = "".join(_row(*row) for row in rows)
+    beaten = before is None or after["accept_length"] > before["accept_length"]
     return (
         "<h2>Before and after</h2>\n<table><tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
         f"{body}</table>"
         f'<p class="note">Greedy, teacher-forced, {after["rounds"]:,} positions of the held-out text, '
         f"{after['draft_tokens']} draft tokens. After is step {best['step']:,}, the one accepted best.</p>"
+        + ("" if beaten else "<p>No step is accepted more than the head that the run started from.</p>")
     )
 
 

@@ -48,7 +48,8 @@ class Tally:
         seconds: of training and evaluating, over all parts of the run.
         loss: of the last step.
         before: evaluation before the first step.
-        best, best_step: highest accept length, and where.
+        best, best_step: highest accept length after a step, and which.
+        last: the newest evaluation.
     """
 
     tokens: int = 0
@@ -107,7 +108,11 @@ class Trainer:
             place_draft_ids(self.output, self.vocab)
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step and write the head; returns the facts that the command prints."""
+        """Train to the last step and write the head; returns the facts that the command prints.
+
+        Where no step is accepted more than a head that was there before, nothing is written (`keep_best`):
+        ``exported_step`` is then None, and ``after`` tells of the best step.
+        """
         config, step = self.config, self.step
         log = self._log() if self.processes.first else None
         try:
@@ -257,25 +262,37 @@ class Trainer:
         }
         self.checkpoints.save(self.step.done, self.begun.unroll, self.step.optimiser, facts, self.config.keep)
 
+    def _unbeaten(self) -> bool:
+        """Whether a head was there before that no step is accepted more than."""
+        before, best = self.tally.before, self.tally.best
+        there = self.config.init != "scratch"
+        return there and before is not None and best is not None and best["accept_length"] <= before["accept_length"]
+
     def _finish(self) -> dict[str, Any]:
-        tally, first = self.tally, self.processes.first
-        if tally.best_step is not None and tally.best_step != self.step.done:
-            self.checkpoints.load_best(tally.best_step, self.begun.unroll)
-        write_head(self.begun, self.output, first=first)
+        tally, first, keep_best = self.tally, self.processes.first, self.config.keep_best
+        unbeaten = self._unbeaten()
+        exported = tally.best_step if keep_best and tally.best_step is not None else self.step.done
+        nothing = unbeaten and keep_best
+        if not nothing:
+            if exported != self.step.done:
+                self.checkpoints.load_best(exported, self.begun.unroll)
+            write_head(self.begun, self.output, first=first)
         if first:
             write_report(self.output)
-        if self.config.merge is not None and first:
-            merge_head(self.begun, self.output, Path(self.config.merge))
+        merge = None if nothing else self.config.merge
+        if merge is not None and first:
+            merge_head(self.begun, self.output, Path(merge))
         self.processes.wait()
         return {
             "output": str(self.output),
-            "merged": self.config.merge,
+            "merged": merge,
             "steps": self.step.done,
             "tokens": tally.tokens,
             "seconds": tally.seconds,
             "loss": tally.loss,
             "before": tally.before,
-            "after": tally.best,
-            "best_step": tally.best_step,
+            "after": tally.best if keep_best else tally.last,
+            "best_step": 0 if unbeaten else tally.best_step,
+            "exported_step": None if nothing else exported,
             "data": self.source.report(),
         }
