@@ -5,7 +5,8 @@
 Random weights, bf16, `--context` cached positions a sequence. A *step* decodes one token without the head; a *round*
 is verify, accept, extend and K - 1 draft steps, one CUDA graph each, replayed by the engine's own executor. Floors are
 bytes over the read bandwidth measured in the same process: weights of the target's forward and of each head pass once,
-recurrent states read and written once a layer and sequence, keys and values read once. Medians.
+recurrent states read and written once a layer and sequence, keys and values read once. Medians. A prompt of
+`--context` tokens is measured too, by the host's clock.
 
 Random weights accept nothing, so speed-up by accept length is measured with `Forced`, a runner of this file alone that
 overrules how many draft tokens were accepted.
@@ -26,8 +27,8 @@ from typing import Any
 
 import torch
 from decode_setup import CUDA, batch_of, cache_of, floor_ms, random_model
-from geometries import GEOMETRIES, Geometry
-from gpu_timing import provenance, read_gb_per_s
+from geometries import GEOMETRIES, VOCAB, Geometry
+from gpu_timing import bf16_tflops, provenance, read_gb_per_s
 from torch import Tensor
 
 from nextn.engine.batch import Batch
@@ -35,6 +36,10 @@ from nextn.engine.cache import Cache
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.fused import FusedRunner
 from nextn.engine.graphs import GraphExecutor
+from nextn.engine.prefill import prefill
+from nextn.engine.sampling import SamplingParams, SamplingState
+from nextn.kernels.gdn_fused import installed
+from nextn.models.blocks import Linear
 from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import build
 
@@ -110,6 +115,44 @@ class Bench:
         self.cache.free_pages, self.cache.free_slots = taken
         return ms
 
+    def prefill(self, chunk: int) -> float:
+        """Milliseconds of the host's clock from a prompt of `context` tokens to its first token and first draft."""
+        runner = FusedRunner(self.model, self.model, self.cache, longest=self.context + 600)
+        prompt = torch.randint(0, VOCAB, (self.context,)).tolist()
+        params = [SamplingParams(temperature=0.0)]
+        times = []
+        for _ in range(2 if self.capture_only else self.repeats + 1):
+            pages, slot = self.cache.take(self.context + 1)
+            sampling = SamplingState.build(params, [prompt], vocab_size=VOCAB, device=CUDA)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            prefill(runner, self.cache, [prompt], [pages], [slot], sampling, k=1, chunk=chunk)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - began) * 1e3)
+            self.cache.give_back(pages, slot)
+        return statistics.median(times[1:])
+
+
+def prompt_row(g: Geometry, bench: Bench, tflops: float) -> dict[str, Any]:
+    """The measurements of a prompt; its arithmetic is that of the products, once a token, and of the attention."""
+    began = time.perf_counter()
+    ms = bench.prefill(bench.context)
+    seconds = time.perf_counter() - began
+    pairs = bench.context * (bench.context + 1) / 2
+    per_token = sum(m.weight.numel() for m in bench.model.modules() if isinstance(m, Linear))
+    attention = sum(g.is_full(i) for i in range(g.layers)) + 1
+    flops = 2 * per_token * bench.context + 4 * pairs * g.heads * g.head_dim * attention
+    return {
+        "geometry": g.name,
+        "tokens": bench.context,
+        "recurrence": "flash-linear-attention" if installed() else "plain",
+        "ms": round(ms, 3),
+        "tokens_per_s": round(bench.context / ms * 1e3),
+        "share_of_peak": round(flops / ms / 1e9 / tflops, 3),
+        "ms_in_chunks_of_512": round(bench.prefill(512), 3),
+        "seconds_with_the_first": round(seconds, 1),
+    }
+
 
 def row_of(g: Geometry, bench: Bench, k: int, gb_per_s: float, *, full: bool) -> list[dict[str, Any]]:
     """The measurements of one geometry, batch size and K: a row for the whole vocabulary, one for a reduced one."""
@@ -174,20 +217,26 @@ def row_of(g: Geometry, bench: Bench, k: int, gb_per_s: float, *, full: bool) ->
 
 
 @torch.inference_mode()
-def rows_of(g: Geometry, options: argparse.Namespace, gb_per_s: float) -> list[dict[str, Any]]:
-    """All measurements of one geometry."""
+def rows_of(
+    g: Geometry, options: argparse.Namespace, gb_per_s: float, tflops: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All measurements of one geometry: of decoding, and of a prompt."""
     model = random_model(g)
     rows = []
+    prompt: dict[str, Any] = {}
     for size in options.batch:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         cache = cache_of(model, size, options.context, max(options.draft_tokens) + 1)
         bench = Bench(model, cache, size, options.context, capture_only=options.capture_only)
+        if not prompt:
+            prompt = prompt_row(g, bench, tflops)
+            print(json.dumps(prompt), flush=True)
         for k in options.draft_tokens:
             rows += row_of(g, bench, k, gb_per_s, full=options.full)
             print(json.dumps(rows[-1]), flush=True)
         del cache, bench
-    return rows
+    return rows, prompt
 
 
 @torch.inference_mode()
@@ -250,14 +299,18 @@ def main() -> None:
         print(STARTED, start_up(GEOMETRIES[options.geometry[0]], options.context))
         return
     gb_per_s = 1.0 if options.capture_only else read_gb_per_s()
+    tflops = 1.0 if options.capture_only else bf16_tflops()
     rows: list[dict[str, Any]] = []
+    prompts: list[dict[str, Any]] = []
     starts: dict[str, dict[str, float]] = {}
     for name in options.geometry:
-        rows += rows_of(GEOMETRIES[name], options, gb_per_s)
+        found, prompt = rows_of(GEOMETRIES[name], options, gb_per_s, tflops)
+        rows, prompts = rows + found, [*prompts, prompt]
         torch.cuda.empty_cache()
         if name in options.start_ups:
             starts[name] = start_ups(name, options.context)
         record = {**provenance(), "read_gb_per_s": round(gb_per_s, 1), "start_up": starts}
+        record |= {"bf16_tflops": round(tflops), "prefill": prompts}
         record["forced_by"] = "Forced.accept_best of benchmarks/decode.py, a test-only switch"
         if options.out is not None and not options.capture_only:
             options.out.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")

@@ -50,6 +50,12 @@ def read_gb_per_s() -> float:
     return data.numel() * 4 / best / 1e6
 
 
+def bf16_tflops(size: int = 8192) -> float:
+    """Arithmetic of a large square product of random bf16."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * size**3 / median_ms(lambda: a @ b) / 1e9
+
+
 def provenance() -> dict[str, Any]:
     """Machine, versions, date and command of a result file."""
     import triton

@@ -75,6 +75,25 @@ def anchor(record: dict[str, Any], peer: dict[str, Any]) -> list[str]:
     return table(head, rows)
 
 
+def prompts(record: dict[str, Any]) -> list[str]:
+    if not record.get("prefill"):
+        return []
+    rows = (
+        (r["geometry"], r["tokens"], r["recurrence"], f"{r['ms']:.1f}", f"{r['tokens_per_s']:,}",
+         f"{r['share_of_peak']:.0%}", f"{r['ms_in_chunks_of_512']:.1f}")
+        for r in record["prefill"]
+    )  # fmt: skip
+    head = ["geometry", "tokens", "recurrence", "ms", "tokens / s", "of the peak", "ms in chunks of 512"]
+    return [
+        "## Prompts",
+        "",
+        "From a prompt to its first token and first draft, one sequence, by the host's clock. The peak is what a",
+        f"square bf16 product of 8,192 reached in the same process, {record['bf16_tflops']} TFLOP/s.",
+        "",
+        *table(head, rows),
+    ]
+
+
 def extras(record: dict[str, Any]) -> list[str]:
     """What the full benchmark adds, where the record has it."""
     lines: list[str] = []
@@ -123,12 +142,12 @@ def parting(record: dict[str, Any]) -> list[str]:
 
 def together(record: dict[str, Any]) -> list[str]:
     rows = (
-        (r["geometry"], r["batch"], f"{r['nextn_round_ms']:.2f}", f"{r['sglang_round_ms']:.2f}",
-         f"{r['sglang_round_ms'] / r['nextn_round_ms']:.2f}")
+        (r["geometry"], r["batch"], what, f"{mine:.2f}", f"{theirs:.2f}", f"{theirs / mine:.2f}")
         for r in record["rows"]
-        if r["sglang_round_ms"] is not None
-    )  # fmt: skip
-    return table(["geometry", "batch", "round ms: nextn", "SGLang", "times faster"], rows)
+        for what in ("step", "round")
+        if (mine := r[f"nextn_{what}_ms"]) is not None and (theirs := r[f"sglang_{what}_ms"]) is not None
+    )
+    return table(["geometry", "batch", "what", "nextn ms", "SGLang ms", "times faster"], rows)
 
 
 def page() -> str:
@@ -148,6 +167,7 @@ def page() -> str:
         "length given.",
         "",
         *floors(decode),
+        *prompts(decode),
         "## Beside SGLang",
         "",
         f"{source('sglang-h200.json', peer)} {peer['note']}",
