@@ -145,13 +145,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES), default=list(GEOMETRIES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, time nothing")
+    parser.add_argument("--phase", choices=["both", "compile", "measure"], default="both")
     parser.add_argument("--out", type=Path, default=TABLE)
     options = parser.parse_args()
     began = time.time()
     sizes = shapes(options.geometry)
-    compiled = compile_all(sizes, options.rows)
-    if options.compile_only:
+    compiled = compile_all(sizes, options.rows) if options.phase != "measure" else 0
+    if options.phase == "compile":
         return
     bandwidth = read_gb_per_s()
     print(f"{compiled} kernels compiled in {time.time() - began:.0f} s; {bandwidth:.0f} GB/s", flush=True)
