@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from nextn.kernels import gdn
 from nextn.kernels.gdn_fused import available, gdn_chunk_fused
 from nextn.kernels.rope import Rope, qk_norm_rope
+from nextn.kernels.support import available as triton_runs
 from nextn.models.context import DeltaInput, QKNorm
 from nextn.train.layout import Group, Layout, blocks
 
@@ -200,6 +201,10 @@ def packed_conv(layout: Layout, mixed: Tensor, weight: Tensor) -> Tensor:
         mixed: [1, T, channels].
         weight: [channels, kernel].
     """
+    if triton_runs(mixed.device) and mixed.dtype != torch.float64 and not mixed.requires_grad:
+        from nextn.kernels import packed_conv_triton
+
+        return packed_conv_triton.packed_conv(layout.documents, mixed, weight)
     kernel = weight.shape[1]
     out = mixed * weight[:, -1]
     for back in range(1, kernel):
