@@ -135,9 +135,7 @@ class Bench:
 
 def prompt_row(g: Geometry, bench: Bench, tflops: float) -> dict[str, Any]:
     """The measurements of a prompt; its arithmetic is that of the products, once a token, and of the attention."""
-    began = time.perf_counter()
     ms = bench.prefill(bench.context)
-    seconds = time.perf_counter() - began
     pairs = bench.context * (bench.context + 1) / 2
     per_token = sum(m.weight.numel() for m in bench.model.modules() if isinstance(m, Linear))
     attention = sum(g.is_full(i) for i in range(g.layers)) + 1
@@ -150,7 +148,6 @@ def prompt_row(g: Geometry, bench: Bench, tflops: float) -> dict[str, Any]:
         "tokens_per_s": round(bench.context / ms * 1e3),
         "share_of_peak": round(flops / ms / 1e9 / tflops, 3),
         "ms_in_chunks_of_512": round(bench.prefill(512), 3),
-        "seconds_with_the_first": round(seconds, 1),
     }
 
 

@@ -44,7 +44,7 @@ TILES = [
     ("swap", 64, 128, 4, 4), ("swap", 64, 128, 4, 5), ("swap", 64, 256, 4, 3), ("swap", 128, 64, 4, 5),
     ("swap", 128, 128, 8, 4), ("swap", 32, 128, 4, 5),
 ]  # fmt: skip
-EARLY = ((0, 1), (8, 0), (8, 1))
+EARLY = ((0, 1), (0, 2), (8, 0), (8, 1))
 """Tiles asked into the L2 cache, and tiles loaded, before the wait."""
 FINALISTS = 3
 DRAFT_VOCAB = 32768
@@ -67,7 +67,7 @@ def early(plan: RowPlan, k: int) -> Iterator[RowPlan]:
     if plan.kind in ("dot", "swap"):
         for ahead, first in EARLY:
             ahead = min(ahead, k // (plan.splits * plan.block_k) - first)
-            if ahead + first > 0:
+            if ahead >= 0 and ahead + first > 0:
                 yield replace(plan, ahead=ahead, first=first)
 
 

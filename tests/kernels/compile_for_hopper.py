@@ -29,7 +29,7 @@ from tests.oracle.checkpoints import make_checkpoint
 SIZES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 PLANS = [
     RowPlan("fma", 4, 64), RowPlan("fma", 2, 128), RowPlan("dot", 32, 64, splits=2, stages=3),
-    RowPlan("swap", 64, 64, stages=3, first=1), RowPlan("swap", 64, 32, stages=3, first=1, ahead=2, block_m=32),
+    RowPlan("swap", 64, 64, stages=3, first=1), RowPlan("swap", 64, 32, stages=3, first=2, ahead=2, block_m=32),
 ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class RowPlan:
         stages: tiles in flight.
         ahead: tiles asked into the L2 cache before the wait of a dependent launch, after the `first`.
         block_m: rows that a program of the tensor-core kernels takes.
-        first: tiles, 0 or 1, that a program of the tensor-core kernels loads before that wait.
+        first: tiles, 0 to 2, that a program of the tensor-core kernels loads before that wait.
     """
 
     kind: Kind

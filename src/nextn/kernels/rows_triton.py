@@ -82,8 +82,8 @@ def _few_rows(
     """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :], M rows a program.
 
     Blocks of rows that share weights are neighbours in the launch order, so that the L2 cache serves all but one.
-    SWAP puts the weights on the side of the tensor core's wide dimension. Before the wait FIRST tiles of weights, 0 or
-    1, are loaded, and AHEAD further ones asked into the L2 cache.
+    SWAP puts the weights on the side of the tensor core's wide dimension. Before the wait FIRST tiles of weights, 0 to
+    2, are loaded, and AHEAD further ones asked into the L2 cache.
     """
     if PDL:
         gdc_launch_dependents()
@@ -95,6 +95,9 @@ def _few_rows(
     base = w + n[:, None].to(tl.int64) * K
     if FIRST > 0:
         early = tl.load(base + k[None, :], mask=wanted & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    if FIRST > 1:
+        k1 = k[None, :] + BK
+        early1 = tl.load(base + k1, mask=wanted & (k1 < K), other=0.0, eviction_policy="evict_first")
     if AHEAD > 0:
         # One request of the copy engine an output: all its AHEAD tiles, which lie side by side.
         row = w + tl.minimum(n, N - 1).to(tl.int64) * K + tl.program_id(1) * chunk + FIRST * BK
@@ -114,11 +117,10 @@ def _few_rows(
     else:
         acc = tl.zeros((M, BN), tl.float32)
     if FIRST > 0:
-        rows_early = tl.load(x + m[:, None] * x_row + k[None, :], mask=row_inside & (k[None, :] < K), other=0.0)
-        if SWAP:
-            acc = tl.dot(early, rows_early.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(rows_early, early.T, acc, input_precision="ieee")
+        # Multiplied last, so that the loads of the loop do not wait for them.
+        x0 = tl.load(x + m[:, None] * x_row + k[None, :], mask=row_inside & (k[None, :] < K), other=0.0)
+    if FIRST > 1:
+        x1 = tl.load(x + m[:, None] * x_row + k1, mask=row_inside & (k1 < K), other=0.0)
     for start in tl.range(FIRST * BK, chunk, BK, num_stages=STAGES):
         if EVEN:
             a = tl.load(x + m[:, None] * x_row + k[None, :] + start, mask=row_inside, other=0.0)
@@ -131,6 +133,16 @@ def _few_rows(
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
         else:
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    if FIRST > 0:
+        if SWAP:
+            acc = tl.dot(early, x0.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x0, early.T, acc, input_precision="ieee")
+    if FIRST > 1:
+        if SWAP:
+            acc = tl.dot(early1, x1.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x1, early1.T, acc, input_precision="ieee")
     if SWAP:
         to = tl.program_id(1) * rows * N + m[None, :] * N + n[:, None]
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & wanted)
@@ -181,6 +193,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         return out
     step = plan.splits * plan.block_k
     even = k % step == 0
+    chunk = triton.cdiv(k, step) * plan.block_k
     row_blocks = triton.cdiv(rows, plan.block_m)
     _few_rows[(triton.cdiv(n, plan.block_n) * row_blocks, plan.splits)](
         x,
@@ -190,13 +203,13 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         k,
         x.stride(0),
         rows,
-        triton.cdiv(k, step) * plan.block_k,
+        chunk,
         row_blocks,
         M=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
         STAGES=plan.stages,
-        FIRST=plan.first,
+        FIRST=min(plan.first, chunk // plan.block_k),
         AHEAD=plan.ahead if pdl and even and (plan.first + plan.ahead) * step <= k else 0,
         SWAP=plan.kind == "swap",
         EVEN=even,
