@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,13 @@ def models(dtype: torch.dtype) -> tuple[Decoder, Drafter]:
 
 
 def start(
-    dtype: torch.dtype, k: int, *, separate: bool = False, temperature: float = 0.0, others: int = 0, **asked: Any
+    dtype: torch.dtype,
+    k: int,
+    *,
+    separate: bool = False,
+    temperature: float | Sequence[float] = 0.0,
+    others: int = 0,
+    **asked: Any,
 ) -> tuple[FusedRunner, Cache, Batch]:
     """A cache with the prompts prefilled, and their batch; the first pages and slots belong to `others`."""
     target, draft = models(dtype)
@@ -52,7 +59,8 @@ def start(
     for _ in range(others):
         cache.take(1)
     runner = FusedRunner(target, draft if separate else target, cache, longest=200)
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=100, **asked) for i in range(len(PROMPTS))]
+    heat = temperature if isinstance(temperature, Sequence) else [temperature] * len(PROMPTS)
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=100, **asked) for i, t in enumerate(heat)]
     sampling = SamplingState.build(params, PROMPTS, vocab_size=target.config.vocab, device=CUDA)
     batches = []
     with torch.inference_mode():
@@ -87,10 +95,10 @@ def graphed(runner: FusedRunner, cache: Cache, batch: Batch, rounds: int) -> tup
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.0, 0.9, (0.0, 0.9, 0.0), (1.2, 0.0, 0.0)])
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_graphs_equal_eager_rounds(dtype: torch.dtype, k: int, temperature: float) -> None:
+def test_graphs_equal_eager_rounds(dtype: torch.dtype, k: int, temperature: float | Sequence[float]) -> None:
     expected = eager(*start(dtype, k, temperature=temperature), 12)
     _, got = graphed(*start(dtype, k, temperature=temperature), 12)
     assert got == expected

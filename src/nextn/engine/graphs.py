@@ -47,7 +47,7 @@ class Captured:
         self.runner, self.cache, self.size, self.page, self.slot = runner, cache, size, page, slot
         device = cache.device
         self.active = torch.zeros(size, dtype=torch.int64, device=device)
-        self.state = self._padded(example.keep([0] * size))
+        self.state = self._padded(example)
         self._clear()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -63,9 +63,7 @@ class Captured:
 
     def load(self, batch: Batch) -> None:
         """Take over a batch of at most `size` sequences; the rest is padding."""
-        rows = list(range(batch.size)) + [0] * (self.size - batch.size)
-        full = self._padded(batch.keep(rows))
-        _copy(full, self.state)
+        _copy(self._padded(batch), self.state)
         self.active.zero_()
         self.active[: batch.size] = 1
         self._clear(batch.size)
@@ -105,6 +103,8 @@ class Captured:
         state.slots[first:] = self.slot
 
     def _padded(self, batch: Batch) -> Batch:
+        """As many sequences as the bucket has, the first again and again, with tensors as wide as the graph's."""
+        batch = batch.keep([*range(batch.size), *[0] * (self.size - batch.size)])
         sampling = batch.sampling.fitted(batch.sampling.widths)
         return replace(batch, table=widened(batch.table, self.cache.table_width), sampling=sampling, bound=0)
 
