@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from nextn.errors import NextnError
 from nextn.train.config import TrainConfig
@@ -46,7 +47,13 @@ class RunLog:
                 raise NextnError("wandb is asked for and not installed.", "Install it, or leave the key out.")
             import wandb
 
-            self._run = wandb.init(project=config.wandb, dir=str(folder), config=config.model_dump(), resume="allow")
+            self._run = wandb.init(
+                project=config.wandb,
+                dir=str(folder),
+                config=config.model_dump(),
+                id=_run_id(folder, begun),
+                resume="allow",
+            )
 
     def step(self, record: dict[str, Any]) -> None:
         """One record of training; keys as in the file's description."""
@@ -90,6 +97,14 @@ class RunLog:
             self._board.add_scalar(f"{group}/{name}", value, step)
         if self._run is not None:
             self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
+
+
+def _run_id(folder: Path, begun: int) -> str:
+    """Of the run at Weights & Biases, so that a run that is resumed here goes on there."""
+    path = folder / "wandb-id"
+    if not begun or not path.is_file():
+        path.write_text(uuid4().hex)
+    return path.read_text()
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
