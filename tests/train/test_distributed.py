@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +47,22 @@ def tied(root: Path) -> Path:
 
 def launch(made: TrainConfig, world: int, *options: str, command: str = "train") -> None:
     """The command itself, in `world` processes."""
-    words = [f"{key}={value}" for key, value in made.model_dump(exclude_none=True).items() if key != "data"]
-    words.append(f"data={made.data[0]}" if made.data else "data=[]")
-    run(world, "nextn.cli", command, *words, *options)
+    run(world, "nextn.cli", command, *words(made), *options)
+
+
+def words(made: TrainConfig) -> list[str]:
+    given = [f"{key}={value}" for key, value in made.model_dump(exclude_none=True).items() if key != "data"]
+    return [*given, f"data={made.data[0]}" if made.data else "data=[]"]
+
+
+def start_of(world: int, module: str, *words: str) -> list[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    return [sys.executable, *start, "-m", module, *words]
 
 
 def run(world: int, module: str, *words: str) -> None:
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     done = subprocess.run(
-        [sys.executable, *start, "-m", module, *words],
+        start_of(world, module, *words),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -103,6 +113,38 @@ def test_a_run_goes_on_with_another_number_of_processes(root: Path, tied: Path) 
     runs.trainer(rest).run()
     pairs = zip(runs.losses(rest), runs.losses(whole), strict=True)
     assert max(abs(a - b) for a, b in pairs) < 1e-4
+
+
+def test_two_processes_killed_at_a_random_step(root: Path, model: Path) -> None:
+    """SIGKILL to both at once; the same command gives the losses and the head of two that ran through, bit for bit."""
+    options: dict[str, Any] = {"steps": 80, "save": 7, "keep": 2}
+    whole, parts = (config(root, model, name, **options) for name in ("through", "cut"))
+    launch(whole, 2)
+    log = Path(parts.output) / "logs" / "log.jsonl"
+    at = random.Random(int.from_bytes(os.urandom(4))).randint(8, 60)
+    process = subprocess.Popen(
+        start_of(2, "nextn.cli", "train", *words(parts)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    while not (log.is_file() and len(log.read_text().splitlines()) >= at) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    for number in (process.pid, *map(int, workers.stdout.split())):
+        os.kill(number, signal.SIGKILL)
+    process.wait()
+    saved = [int(p.name.removeprefix("step-")) for p in (Path(parts.output) / "checkpoints").glob("step-*")]
+    assert 0 < max(saved) < 80, at
+    assert len(saved) <= 3, "two are kept, and one more while it takes the place of the oldest"
+    launch(parts, 2)
+    assert {p.name for p in (Path(parts.output) / "checkpoints").iterdir()} == {"step-77", "step-80"}
+    assert runs.losses(parts) == runs.losses(whole), at
+    mine, theirs = ((Path(c.output) / "model.safetensors").read_bytes() for c in (parts, whole))
+    assert mine == theirs
 
 
 def test_every_parameter_is_sharded(root: Path, model: Path) -> None:

@@ -107,6 +107,21 @@ def test_checkpoints_kept(root: Path) -> None:
     assert sorted(p.name for p in (root / "kept" / "checkpoints").iterdir()) == ["step-6", "step-7"]
 
 
+def test_the_best_head_outlives_the_checkpoints_around_it(root: Path) -> None:
+    """Kept while later steps come and go, and replaced when it is beaten; a rate that ruins makes an early one best."""
+    options: dict[str, Any] = {"eval": str(root / "eval.jsonl"), "eval_every": 1, "save": 1, "keep": 1}
+    made = runs.config(
+        root, root / "model", **options, steps=9, lr=1.0, warmup=0, schedule="constant", output=str(root / "best")
+    )
+    facts = runs.trainer(made).run()
+    found = runs.evaluations(made)
+    best = max((s for s in found if s), key=lambda s: found[s])
+    assert facts["exported_step"] == best
+    assert best < 8
+    folders = sorted(p.name for p in (root / "best" / "checkpoints").iterdir())
+    assert folders == [f"best-{best}", "step-9"]
+
+
 def test_longer_than_planned(root: Path) -> None:
     """More steps may be asked for later; with a constant rate that is the longer run."""
     options: dict[str, Any] = {"schedule": "constant", "warmup": 0}

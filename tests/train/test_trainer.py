@@ -101,6 +101,18 @@ def test_steps_follow_the_gradient_of_the_mean_over_all_rows(tmp_path: Path, hyb
         assert torch.allclose(mine, theirs * scale, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_the_target_runs_once_a_batch(tmp_path: Path, hybrid: Path, loss: str) -> None:
+    """All draft steps are taught from the hidden states of one pass, which builds no graph."""
+    made = runs.trainer(runs.config(tmp_path, hybrid, accumulation=3, loss=loss, unroll=3))
+    model = made.begun.model
+    assert isinstance(model, Decoder)
+    passes: list[bool] = []
+    model.layers[0].register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    made.step([made.source.take() for _ in range(3)])
+    assert passes == [False] * 3
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_nested", "qwen3_next", "qwen3_5_moe", "qwen2"])
 def test_the_output_is_a_head(tmp_path: Path, kind: str) -> None:
     """It loads over its target, merged it loads alone, and both are the trained weights."""
@@ -200,6 +212,13 @@ def refused(match: str, **changes: Any) -> None:
 
 def test_refuses_native_without_a_head(tmp_path: Path, bare: Path) -> None:
     refused("no MTP head, so there is none to start from", root=tmp_path, model=bare)
+
+
+def test_refuses_a_start_without_a_head(tmp_path: Path, hybrid: Path, bare: Path) -> None:
+    refused("has no MTP head", root=tmp_path, model=hybrid, init=str(bare))
+    refused("not the folder of a checkpoint", root=tmp_path, model=hybrid, init="no_such_word")
+    other = runs.target(tmp_path / "wide", "qwen3_5", hidden_size=64)
+    refused("mtp", root=tmp_path, model=hybrid, init=str(other))
 
 
 def test_refuses_a_head_that_did_not_change(tmp_path: Path) -> None:
