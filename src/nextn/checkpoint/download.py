@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nextn.errors import NextnError
+from nextn.smollm2 import NAME, smollm2_folder
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"]
 """What decoding reads; weights in other formats stay where they are."""
@@ -20,8 +21,8 @@ def local_folder(
     """The folder of a checkpoint.
 
     Args:
-        source: a folder, or a hub repository id, which is downloaded once (HF_HOME, HF_TOKEN, HF_ENDPOINT and
-            HF_HUB_OFFLINE work as in the hub's own tools).
+        source: a folder; ``smollm2`` (`nextn.smollm2`); or a hub repository id, which is downloaded once (HF_HOME,
+            HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as in the hub's own tools).
         revision: branch, tag or commit.
         token: access token.
         cache_dir: another cache than HF_HOME's.
@@ -31,10 +32,12 @@ def local_folder(
     path = Path(source)
     if path.is_dir():
         return path
+    if str(source) == NAME:
+        return smollm2_folder()
     if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
         raise NextnError(
             f"{source} is not the folder of a checkpoint.",
-            "Name a folder with config.json and safetensors files, or a hub repository as org/name.",
+            "Name a folder with config.json and safetensors files, a hub repository as org/name, or smollm2.",
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

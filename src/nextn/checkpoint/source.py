@@ -20,6 +20,7 @@ from nextn.checkpoint.listing import INDEX_NAME as INDEX_NAME
 from nextn.checkpoint.listing import Checkpoint as Checkpoint
 from nextn.checkpoint.listing import Header, assemble, index_entries, refuse_outside
 from nextn.errors import NextnError
+from nextn.smollm2 import NAME, smollm2_folder
 
 Progress = Callable[[int, int], None]
 """Called with (files listed, files in all)."""
@@ -34,7 +35,8 @@ def open_checkpoint(
 
     Args:
         source: a folder of safetensors files or of one GGUF; a .safetensors file; a GGUF file, whole or one piece of a
-            split one; a hub repository ``org/name``, or one file of it: ``org/name/file.gguf``.
+            split one; ``smollm2`` (`nextn.smollm2`); a hub repository ``org/name``, or one file of it:
+            ``org/name/file.gguf``.
         revision: branch, tag or commit of a hub repository.
         token: hub token; the one that huggingface_hub finds if None.
         progress: for hub repositories, called as headers arrive.
@@ -47,6 +49,8 @@ def open_checkpoint(
             return open_folder(path)
         if path.is_file():
             return open_file(path)
+        if str(source) == NAME:
+            return open_folder(smollm2_folder())
         there = path.is_symlink() or path.exists()
     except OSError as error:
         raise NextnError(f"{source} cannot be read: {error.strerror}.", "Check the path and its permissions.") from None
