@@ -21,7 +21,7 @@ from nextn.api import Model, generate, load
 from nextn.cli import main
 from nextn.errors import NextnError
 from nextn.train.answers_file import AnswersFile, digest
-from nextn.train.dialogue import Answer, Dialogue, RefusedError
+from nextn.train.dialogue import Answer, Dialogue, RefusedError, seed_of
 from nextn.train.documents import LineReader
 from nextn.train.endpoint import Endpoint
 from nextn.train.formats import DataReport, MalformedError
@@ -348,6 +348,30 @@ def test_later_turns_see_the_answers_before_them(model: Model) -> None:
         {"input_ids": ids + one.tokens, "loss_mask": [0] * len(ids) + [1] * 3},
         {"input_ids": second + two.tokens, "loss_mask": [0] * len(second) + [1] * len(two.tokens)},
     ]
+
+
+@pytest.mark.parametrize(("at_once", "temperature"), [(1, 0.0), (3, 0.0), (3, 0.9), (50, 0.0)])
+def test_places_are_filled_again_whatever_the_lengths(model: Model, at_once: int, temperature: float) -> None:
+    """Each turn is what `generate` says alone, also where later turns outgrow the pool that the first were given."""
+    assert model.tokenizer is not None
+    ids = model.tokenizer.encode_chat([user("Why?")])
+    end = generate(model, ids, max_tokens=3, temperature=0.0).tokens[-1]
+    short = replace(model, defaults=replace(model.defaults, eos_ids=(end,)))
+    turns = [user("Why?"), said("x"), user("And? " * 40), said("x"), user("So? " * 60)]
+    lines = [{"messages": turns if n % 4 == 0 else [user("x" * (7 * n % 30 + 1))]} for n in range(22)]
+    dialogues = [Dialogue.begin(n, line, chat=False) for n, line in enumerate(lines)]
+    options = {"max_tokens": 12, "temperature": temperature}
+    over = list(answer_locally(short, iter(dialogues), at_once=at_once, options=options, seed=5))
+    assert sorted(d.number for d, problem in over if problem is None) == list(range(22))
+    answered = 0
+    for dialogue in dialogues:
+        for turn, answer in enumerate(dialogue._answers):
+            seed = seed_of(5, replace(dialogue, _answers=dialogue._answers[:turn]))
+            alone = generate(short, list(answer.prompt_ids or ()), **options, seed=seed)
+            assert list(answer.token_ids or ()) == alone.tokens
+            assert (answer.text, answer.finish_reason) == (alone.text, alone.finish_reason)
+            answered += 1
+    assert temperature or answered > 22
 
 
 def test_thinking_that_the_template_opened_is_part_of_the_answer(folder: Path, tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def answer_locally(
             return
         if waiting and not running and (scheduler is None or waiting[0].room > room):
             # Later turns are longer: a pool that they outgrow is left once it is empty.
-            room = max(2 * room, *(a.room for a in waiting))
-            scheduler = engine.scheduler([room] * at_once)
+            rooms = sorted((a.room for a in waiting), reverse=True)[:at_once]
+            room = rooms[0] = max(rooms[0], 2 * room)
+            scheduler = engine.scheduler(rooms)
         assert scheduler is not None
         free = at_once - len(running)
         if free >= max(at_once // PLACES_REFILLED, 1):
