@@ -59,7 +59,6 @@ class Chain:
         self.position = torch.full((batch,), context, device="cuda")
         self.positions = (self.position[:, None] + torch.arange(rows, device="cuda")).contiguous()
         self.table = torch.randperm(batch * pages, device="cuda").view(batch, pages)
-        self.done = torch.zeros(batch * g.v_heads, dtype=torch.int32, device="cuda")
         self.pending = torch.full((batch,), rows if replay else 0, device="cuda")
         self.cos, self.sin = (torch.rand(pages * PAGE, g.rotary_half, device="cuda").to(BF16) for _ in range(2))
         self.head_scale = 1 + 0.1 * torch.randn(g.head_dim, device="cuda")
@@ -140,7 +139,6 @@ class Chain:
                 gate=mixed[..., g.head_dim :], pdl=pdl,
             )  # fmt: skip
         arguments = (layer.delta, mixed, *layer.caches)
-        where = self.slot, self.position, self.pending
         if self.replay:
-            return delta_triton.delta_replay(*arguments, layer.log, *where, done=self.done, pdl=pdl)
-        return delta_triton.delta_snapshots(*arguments, *where, done=self.done, pdl=pdl)
+            return delta_triton.delta_replay(*arguments, layer.log, self.slot, self.position, self.pending, pdl=pdl)
+        return delta_triton.delta_snapshots(*arguments, self.slot, self.position, self.pending, pdl=pdl)

@@ -164,7 +164,7 @@ def page() -> str:
         "Random weights of the Qwen3.5 geometries, bf16, 1,024 positions of context. A step is one token without the",
         "head; a round is verify, accept, extend and K - 1 draft steps, one CUDA graph. The floor is weights, states",
         "and K/V over that bandwidth. Behind a ratio: what it must be / aims to be. A round breaks even at the accept",
-        "length given.",
+        f"length given. {decode.get('note', '')}".rstrip(),
         "",
         *floors(decode),
         *prompts(decode),

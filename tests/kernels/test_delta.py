@@ -133,19 +133,17 @@ def test_the_kernel_equals_the_plain_step(
             value = randn(*pool[1:-1].shape, seed=20 + i) * 0.1
             pool[1:-1] = value.to(dtype) if pool is caches.ring else value
     last = torch.arange(batch, device=DEVICE) % rows
-    done = torch.zeros(batch * w.v_heads, dtype=torch.int32, device=DEVICE)
     for step in range(2):
         x = partials(randn(batch * rows, sum(w.sizes), dtype=dtype, seed=step), splits)
         stored = x.sum(0).to(dtype).float() if splits else x.float()
         if replay:
-            got = delta_triton.delta_replay(w, x, mine.ring, mine.states, mine.log, slot, length, last, done=done)
+            got = delta_triton.delta_replay(w, x, mine.ring, mine.states, mine.log, slot, length, last)
             out = delta.delta_replay(exact, stored, plain.ring, plain.states, plain.log, slot.long(), length, last)
         else:
-            got = delta_triton.delta_snapshots(w, x, mine.ring, mine.states, slot, length, last, done=done)
+            got = delta_triton.delta_snapshots(w, x, mine.ring, mine.states, slot, length, last)
             out = delta.delta_snapshots(exact, stored, plain.ring, plain.states, slot.long(), length, last)
         assert got.dtype == dtype
         assert error(got, out) < TOLERANCE[dtype]
-        assert not done.any()
         accepted = 1 + torch.arange(batch, device=DEVICE) % rows
         last = accepted if replay else accepted - 1
         length = length + accepted

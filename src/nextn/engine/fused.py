@@ -1,10 +1,10 @@
 """Run the rows of a round with the fused kernels, over the same parameters as the modules.
 
-A decoder layer becomes eight or ten kernels: add and norm, input product, mixer (delta step; or q/k/v into pages,
-attention, combine), output product, add and norm, gate/up product, activation, down product. Products with few rows
-may leave partial sums, which the kernel that follows adds up. With dependent launch each kernel is started while the
-one before it finishes. A prefill's many rows take the library's products and attention and the chunked recurrence
-between the same small kernels. What the kernels do not cover runs the modules.
+A decoder layer becomes nine or ten kernels: add and norm, input product, mixer (delta step, its norm and gate; or
+q/k/v into pages, attention, combine), output product, add and norm, gate/up product, activation, down product.
+Products with few rows may leave partial sums, which the kernel that follows adds up. With dependent launch each kernel
+is started while the one before it finishes. A prefill's many rows take the library's products and attention and the
+chunked recurrence between the same small kernels. What the kernels do not cover runs the modules.
 """
 
 from __future__ import annotations
@@ -84,8 +84,6 @@ class FusedRunner(PlainRunner):
         self.cos, self.sin = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
         self.longest, self.exact = longest, exact
         self.pad_rows = MAX_ROWS if exact else 1
-        # A graph's batch is padded to less than twice the sequences.
-        self.done = torch.zeros(2 * cache.states.shape[1] * target.config.gdn_v_heads, dtype=torch.int32, device=device)
         self.deltas = {
             layer.gdn.layer: _delta_weights(layer.gdn)
             for layer in target.layers
@@ -250,12 +248,11 @@ class FusedRunner(PlainRunner):
                 where.slots,
                 where.first,
                 where.committed,
-                done=self.done,
                 pad_rows=self.pad_rows,
                 pdl=self.dependent,
             )
         return delta_triton.delta_snapshots(
-            *pools, where.slots, where.first, where.select, done=self.done, pad_rows=self.pad_rows, pdl=self.dependent
+            *pools, where.slots, where.first, where.select, pad_rows=self.pad_rows, pdl=self.dependent
         )
 
     def _attend(self, attn: Attention, x: Tensor, where: Rows, k_pool: Tensor, v_pool: Tensor) -> Tensor:

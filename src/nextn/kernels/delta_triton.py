@@ -1,6 +1,4 @@
-"""The Triton kernels of `delta`: the recurrence, some columns of a value head's state a program, then norm and gate.
-
-The program of a head that comes to its end last norms and gates the head's rows, so that no further kernel is needed.
+"""The Triton kernels of `delta`: the recurrence, some columns of a value head's state a program; then norm and gate.
 
 With dependent launch the state is loaded, and in replay also brought up to date and stored, while the input product
 before it still runs; see `support` for what that asks of the caller.
@@ -88,15 +86,11 @@ def _delta(
     position: tl.tensor,
     select: tl.tensor,
     scratch: tl.tensor,
-    raw: tl.tensor,
-    done: tl.tensor,
-    scale: tl.tensor,
     out: tl.tensor,
     x_row: tl.tensor,
     x_split: tl.tensor,
     ring_columns: tl.tensor,
     log_columns: tl.tensor,
-    eps: tl.tensor,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -222,7 +216,7 @@ def _delta(
         u = beta * (vi - tl.sum(ki[:, None] * state, 0))
         o = tl.sum(qi[:, None] * state, 0) + dot * u
         state = tl.fma(tl.broadcast_to(ki[:, None], (K_DIM, BLOCK_V)), u[None, :], state)
-        tl.store(raw + (batch * ROWS + i) * (V_HEADS * V_DIM) + head * V_DIM + dv, o)
+        tl.store(out + (batch * ROWS + i) * (V_HEADS * V_DIM) + head * V_DIM + dv, o)
         if SNAPSHOTS == 0:
             logged = at * log_columns + (first + i) % log_columns
             tl.store(log_u + (logged * V_HEADS + head) * V_DIM + dv, u)
@@ -240,19 +234,6 @@ def _delta(
         tl.store(log_k + (entry * K_HEADS + key_head) * K_DIM + dk[None, :], k, mask=real & (ck < stored))
         tl.store(log_g + entry * V_HEADS + head, g, mask=real)
 
-    tl.debug_barrier()
-    counter = done + batch * V_HEADS + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == BLOCKS - 1:
-        tl.store(counter, 0)
-        whole = tl.arange(0, V_DIM)[None, :]
-        place = (batch * ROWS + row) * (V_HEADS * V_DIM) + head * V_DIM + whole
-        value = tl.load(raw + place, mask=real & (whole >= 0), other=0.0, cache_modifier=".cg")
-        gate_at = row * x_row + CHANNELS + head * V_DIM + whole
-        gate = load_rows(lines, gate_at, real & (whole >= 0), x_split, SPLITS, dtype)
-        weight = tl.load(scale + whole).to(tl.float32)
-        value *= tl.rsqrt(tl.sum(value * value, 1)[:, None] / V_DIM + eps) * weight * _silu(gate)
-        tl.store(out + place, value.to(dtype), mask=real & (whole >= 0))
-
 
 @triton.jit
 def _norm_gate(
@@ -261,20 +242,27 @@ def _norm_gate(
     scale: tl.tensor,
     out: tl.tensor,
     x_row: tl.tensor,
+    x_split: tl.tensor,
     gate_column: tl.tensor,
     eps: tl.tensor,
     V_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """rms_norm(o) * silu(gate) of one row and head; the gate lies in the input product."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1)
     dv = tl.arange(0, V_DIM)
     weight = tl.load(scale + dv).to(tl.float32)
+    if PDL:
+        gdc_wait()
     at = row * (V_HEADS * V_DIM) + head * V_DIM + dv
     value = tl.load(o + at).to(tl.float32)
     gate_at = row * x_row + gate_column + head * V_DIM + dv
-    gate = tl.load(x + gate_at).to(tl.float32)
+    gate = load_rows(x, gate_at, dv < V_DIM, x_split, SPLITS, out.dtype.element_ty)
     value *= tl.rsqrt(tl.sum(value * value) / V_DIM + eps) * weight * _silu(gate)
     tl.store(out + at, value.to(out.dtype.element_ty))
 
@@ -288,14 +276,12 @@ def delta_snapshots(
     position: Tensor,
     select: Tensor,
     *,
-    done: Tensor | None = None,
     pad_rows: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """`delta.delta_snapshots`; states are float32.
 
-    With the same `pad_rows`, rows give the same bits in steps of any number of rows up to it. `done` holds at least
-    batch * v_heads zeros, int32, and does so again afterwards; it is made where it is not given.
+    With the same `pad_rows`, rows give the same bits in steps of any number of rows up to it.
 
     Raises:
         ValueError: more than 9 rows, a kernel over 4, or head dims that are no powers of two.
@@ -304,7 +290,7 @@ def delta_snapshots(
     if states.shape[1] < rows:
         raise ValueError(f"{rows} rows need as many snapshots; there are {states.shape[1]}")
     log = DeltaLog(states, states, states)
-    return _launch(weights, x, ring, states, log, slot, position, select, states.shape[1], done, pad_rows, pdl)
+    return _launch(weights, x, ring, states, log, slot, position, select, states.shape[1], pad_rows, pdl)
 
 
 def delta_replay(
@@ -317,19 +303,18 @@ def delta_replay(
     position: Tensor,
     pending: Tensor,
     *,
-    done: Tensor | None = None,
     pad_rows: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """`delta.delta_replay`; states and log are float32, pending + rows of no sequence exceed the log's columns.
 
-    `done` and `pad_rows` as in `delta_snapshots`.
+    `pad_rows` as in `delta_snapshots`.
 
     Raises:
         ValueError: more than 9 rows, a kernel over 4, or head dims that are no powers of two.
     """
     _checked(weights, x, ring, slot)
-    return _launch(weights, x, ring, states, log, slot, position, pending, 0, done, pad_rows, pdl)
+    return _launch(weights, x, ring, states, log, slot, position, pending, 0, pad_rows, pdl)
 
 
 def _checked(weights: DeltaWeights, x: Tensor, ring: Tensor, slot: Tensor) -> int:
@@ -354,7 +339,6 @@ def _launch(
     position: Tensor,
     select: Tensor,
     snapshots: int,
-    done: Tensor | None,
     pad_rows: int,
     pdl: bool,
 ) -> Tensor:
@@ -367,9 +351,6 @@ def _launch(
     width = 2 * w.k_dim + block + 4
     scratch = torch.empty(batch * programs * rows * width, dtype=torch.float32, device=x.device)
     raw = torch.empty(total, w.v_heads * w.v_dim, dtype=torch.float32, device=x.device)
-    out = torch.empty(total, w.v_heads * w.v_dim, dtype=ring.dtype, device=x.device)
-    if done is None:
-        done = torch.zeros(batch * w.v_heads, dtype=torch.int32, device=x.device)
     _delta[(programs, batch)](
         x,
         w.conv,
@@ -385,14 +366,10 @@ def _launch(
         select,
         scratch,
         raw,
-        done,
-        w.scale,
-        out,
         x.stride(-2),
         x.stride(0),
         ring.shape[1],
         log.k.shape[1],
-        w.eps,
         ROWS=rows,
         PADDED=triton.next_power_of_2(max(rows, pad_rows)),
         K_HEADS=w.k_heads,
@@ -408,15 +385,15 @@ def _launch(
         num_warps=4,
         launch_pdl=pdl,
     )
-    return out
+    return norm_gate(w, raw, x, dtype=ring.dtype, pdl=pdl)
 
 
-def norm_gate(weights: DeltaWeights, raw: Tensor, x: Tensor, *, dtype: torch.dtype) -> Tensor:
+def norm_gate(weights: DeltaWeights, raw: Tensor, x: Tensor, *, dtype: torch.dtype, pdl: bool = False) -> Tensor:
     """`norm.gated_rms_norm` of rows whose gates lie in the input product.
 
     Args:
         raw: [rows, v_heads * v_dim], contiguous.
-        x: the input product [rows, N].
+        x: the input product [rows, N], or its partial sums.
     Returns:
         [rows, v_heads * v_dim] in `dtype`.
     """
@@ -427,11 +404,15 @@ def norm_gate(weights: DeltaWeights, raw: Tensor, x: Tensor, *, dtype: torch.dty
         x,
         w.scale,
         out,
+        x.stride(-2),
         x.stride(0),
         w.conv.shape[0],
         w.eps,
         V_HEADS=w.v_heads,
         V_DIM=w.v_dim,
+        SPLITS=splits_of(x),
+        PDL=pdl,
         num_warps=1,
+        launch_pdl=pdl,
     )
     return out
