@@ -90,9 +90,10 @@ class Captured:
             chosen, ids, best = token_logprobs(result.logits, result.tokens, work.sampling.plan.reported)
             out.append(ids.flatten(1))
             logs = torch.cat((chosen[..., None], best), -1)
+        outcome = torch.cat(out, 1)
         work.lengths, work.committed = torch._foreach_mul([work.lengths, work.committed], [self.active] * 2)
         _copy(work, self.state, sampling=False)
-        return torch.cat(out, 1), logs
+        return outcome, logs
 
     def _clear(self, first: int = 0) -> None:
         """Point the sequences from `first` on at scratch."""
