@@ -12,6 +12,8 @@ from torch import Tensor
 from nextn.api import generate, load
 from nextn.cli import main
 from nextn.engine.engine import Engine
+from nextn.engine.params import SamplingParams
+from nextn.engine.request import Request, Running
 from nextn.errors import NextnError
 from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder
@@ -120,6 +122,40 @@ def test_walking_the_targets_own_text_gives_the_engines_rounds(kind: str) -> Non
     assert found["own_text"] == 1
     assert found["simulated"] == wanted.as_json()
     assert 0 < found["simulated"]["acceptance"][0] < 1
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2]])
+def test_walking_sampled_text_gives_the_engines_rounds_on_average(ids: list[int] | None) -> None:
+    """Text sampled without the head, against rounds of sampling with it: equal within four standard errors."""
+    model, steps, heat, prompts = decoder("qwen3", vocab=FEW, seed=1), 2, 0.7, [[i % 3, i % 2, 1] for i in range(96)]
+
+    def sampled(engine: Engine, seed: int) -> list[Running]:
+        params = [SamplingParams(temperature=heat, max_tokens=24, seed=seed + i) for i in range(len(prompts))]
+        news = engine.rounds([Request(p, how) for p, how in zip(prompts, params, strict=True)])
+        found = {s.index: s for step in news for s, _ in step}
+        return [found[i] for i in range(len(prompts))]
+
+    texts = [
+        Document([*p, *s.tokens], [False] * len(p) + [True] * len(s.tokens))
+        for p, s in zip(prompts, sampled(Engine(model, draft_tokens=0), 1), strict=True)
+    ]
+    given = torch.tensor(ids) if ids else None
+    found = evaluate(model, [pack(texts)], draft_tokens=steps, temperature=heat, draft_ids=given)
+    wanted = Acceptance(steps)
+    engine = Engine(model, draft_tokens=steps, draft_vocab=ids)
+    for s in (s for seed in (1000, 2000, 3000) for s in sampled(engine, seed)):
+        known = 1
+        for r in s.rounds:
+            if known + steps <= len(s.tokens):
+                kept = torch.tensor([[r.accepted > i for i in range(steps)]])
+                wanted.add(kept, torch.tensor([known]), [""])
+            known += r.accepted + 1
+    assert found.sampled_simulated is not None
+    walked = found.sampled_simulated.total
+    assert walked.rounds == pytest.approx(wanted.total.rounds / 3, rel=0.05)
+    for mine, theirs in zip(walked.acceptance, wanted.total.acceptance, strict=True):
+        assert 0.05 < theirs < 0.95
+        assert abs(mine - theirs) < 4 * (theirs * (1 - theirs) * (1 / wanted.total.rounds + 1 / walked.rounds)) ** 0.5
 
 
 @torch.no_grad()

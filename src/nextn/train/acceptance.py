@@ -18,11 +18,11 @@ class Counts:
     """Rounds, and in how many of them each draft was kept.
 
     Attributes:
-        rounds: verifies counted.
+        rounds: verifies counted (an expected number where texts are walked at a temperature).
         kept: entry i - 1: rounds in which d1..di were all accepted (an expected number at a temperature).
     """
 
-    rounds: int
+    rounds: float
     kept: list[float]
 
     @property
@@ -62,23 +62,24 @@ class Acceptance:
     def __post_init__(self) -> None:
         self.total = self._empty()
 
-    def add(self, kept: Tensor, lengths: Tensor, domains: Sequence[str]) -> None:
+    def add(self, kept: Tensor, lengths: Tensor, domains: Sequence[str], rounds: Sequence[float] = ()) -> None:
         """Count rounds.
 
         Args:
             kept: [rounds, K], 1 (or the probability) where the drafts up to there were all accepted.
             lengths: [rounds], tokens known when drafting, the bonus included.
             domains: tag of each round, "" for none.
+            rounds: how often each is expected; once if not given.
         """
         rows = kept.double().tolist()
-        for row, length, domain in zip(rows, lengths.tolist(), domains, strict=True):
+        for row, length, domain, often in zip(rows, lengths.tolist(), domains, rounds or [1] * len(rows), strict=True):
             groups = [self.total, self.buckets.setdefault(bisect_left(self.edges, length), self._empty())]
             if domain:
                 groups.append(self.domains.setdefault(domain, self._empty()))
             for group in groups:
-                group.rounds += 1
+                group.rounds += often
                 for i, k in enumerate(row):
-                    group.kept[i] += k
+                    group.kept[i] += often * k
 
     def merge(self, other: Acceptance) -> None:
         """Add what another process counted."""

@@ -180,14 +180,14 @@ def screen(found: dict[str, Any]) -> list[str]:
     from nextn.train.plot import measures, span
 
     k = found["draft_tokens"]
-    width = 34
+    width = 43
     lines = ["".ljust(width) + "accept length   " + "  ".join(f"d{i + 1}".rjust(6) for i in range(k)) + "    rounds"]
 
     def row(title: str, counts: dict[str, Any]) -> str:
         if counts["accept_length"] is None:
             return f"{title:<{width}}no rounds"
         shares = "  ".join(f"{100 * a:5.1f}%" for a in counts["acceptance"])
-        return f"{title:<{width}}{counts['accept_length']:13.3f}   {shares}  {counts['rounds']:8}"
+        return f"{title:<{width}}{counts['accept_length']:13.3f}   {shares}  {counts['rounds']:8.0f}"
 
     for title, counts in measures(found).items():
         lines.append(row(title, dict(counts)))

@@ -5,7 +5,8 @@ before it counted too. On text that the target wrote itself, greedily, this is w
 it round by round gives the engine's own rounds (`simulated`); on other text it is a forecast.
 
 At a temperature, the draft of step k is accepted with probability sum(min(p, q)) given the text so far (Leviathan et
-al. 2023, arXiv 2211.17192); a prefix, with the product of its steps'.
+al. 2023, arXiv 2211.17192); a prefix, with the product of its steps'. In a text that was sampled from p, a token x was
+an accepted draft with probability min(1, q(x) / p(x)): by that, the rounds that gave the text are walked on average.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Evaluation:
         greedy: at every position of the text.
         simulated: at the positions where greedy decoding of this text would verify.
         sampled: at every position, at `temperature`; None where none was asked for.
+        sampled_simulated: at the positions where decoding at it would verify, as often as is to be expected.
         tokens: judged, over which `own` counts those that are the target's own choice: 1.0 for its own greedy text.
     """
 
@@ -50,10 +52,13 @@ class Evaluation:
     greedy: Acceptance = field(init=False)
     simulated: Acceptance = field(init=False)
     sampled: Acceptance | None = field(init=False)
+    sampled_simulated: Acceptance | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.greedy, self.simulated = (Acceptance(self.draft_tokens, self.edges) for _ in range(2))
-        self.sampled = Acceptance(self.draft_tokens, self.edges) if self.temperature is not None else None
+        self.sampled = self.sampled_simulated = None
+        if self.temperature is not None:
+            self.sampled, self.sampled_simulated = (Acceptance(self.draft_tokens, self.edges) for _ in range(2))
 
     def merge(self, other: Evaluation) -> None:
         """Add what another process counted, of other text."""
@@ -61,8 +66,12 @@ class Evaluation:
         self.own += other.own
         self.greedy.merge(other.greedy)
         self.simulated.merge(other.simulated)
-        if self.sampled is not None and other.sampled is not None:
-            self.sampled.merge(other.sampled)
+        for mine, theirs in (
+            (self.sampled, other.sampled),
+            (self.sampled_simulated, other.sampled_simulated),
+        ):
+            if mine is not None and theirs is not None:
+                mine.merge(theirs)
 
     @property
     def accept_length(self) -> float | None:
@@ -71,13 +80,15 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """The greedy measure's fields at the top; the others under their names."""
+        heat = {"temperature": self.temperature}
         return {
             "draft_tokens": self.draft_tokens,
             **self.greedy.as_json(),
             "tokens": self.tokens,
             "own_text": self.own / self.tokens if self.tokens else None,
             "simulated": self.simulated.as_json(),
-            "sampled": {"temperature": self.temperature, **self.sampled.as_json()} if self.sampled else None,
+            "sampled": heat | self.sampled.as_json() if self.sampled else None,
+            "sampled_simulated": heat | self.sampled_simulated.as_json() if self.sampled_simulated else None,
         }
 
 
@@ -165,10 +176,15 @@ class _Judge:
         out.greedy.add(kept, lengths, domains)
         walked = walk(at.tolist(), kept.sum(1).tolist(), batch)
         out.simulated.add(kept[walked], lengths[walked], [domains[i] for i in walked])
-        if out.sampled is not None and out.temperature is not None:
-            laws = [(unrolled.outputs[k][0, at], unrolled.teacher[0, at + k + 1]) for k in steps]
-            accepted = [self._expected(head, teacher, out.temperature) for head, teacher in laws]
-            out.sampled.add(torch.stack(accepted, 1).cumprod(1), lengths, domains)
+        if out.sampled is not None and out.sampled_simulated is not None and out.temperature is not None:
+            laws = [(unrolled.outputs[k][0, at], unrolled.teacher[0, at + k + 1], ids[at + k + 2]) for k in steps]
+            found = [self._expected(*law, out.temperature) for law in laws]
+            accepted, told_so = (torch.stack(parts, 1).double() for parts in zip(*found, strict=True))
+            out.sampled.add(accepted.cumprod(1), lengths, domains)
+            reached = F.pad(told_so.cumprod(1), (1, 1))
+            reached[:, 0] = 1
+            often = visits(at.tolist(), (reached[:, :-1] - reached[:, 1:]).tolist(), batch)
+            out.sampled_simulated.add(reached[:, :-2] * accepted, lengths, domains, often)
 
     def _choices(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
         """Most probable id, among `ids` if given, of hidden states [rows, hidden] -> [rows]."""
@@ -178,15 +194,19 @@ class _Judge:
             found.append(logits.argmax(-1) if ids is None else ids[logits[:, ids].argmax(-1)])
         return torch.cat(found)
 
-    def _expected(self, head: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Probability [rows] that a draft is accepted, from the head's and the target's hidden states."""
-        found = []
-        for ours, theirs in zip(head.split(self.rows), teacher.split(self.rows), strict=True):
-            q, p = self.model.logits(ours), _law(self.model.logits(theirs), temperature)
-            if self.draft_ids is not None:
-                q, p = q[:, self.draft_ids], p[:, self.draft_ids]
-            found.append(torch.minimum(p, _law(q, temperature)).sum(-1))
-        return torch.cat(found)
+    def _expected(self, head: Tensor, teacher: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Probabilities [rows] that a draft is accepted, and that the text's token was one, from hidden states."""
+        accepted, drafted = [], []
+        for ours, theirs, told in zip(*(x.split(self.rows) for x in (head, teacher, tokens)), strict=True):
+            p, logits = _law(self.model.logits(theirs), temperature), self.model.logits(ours)
+            if self.draft_ids is None:
+                q = _law(logits, temperature)
+            else:
+                q = torch.zeros_like(p).index_copy(1, self.draft_ids, _law(logits[:, self.draft_ids], temperature))
+            accepted.append(torch.minimum(p, q).sum(-1))
+            one_p, one_q = (law.gather(1, told[:, None])[:, 0] for law in (p, q))
+            drafted.append(torch.where(one_q < one_p, one_q / one_p, 1.0))
+        return torch.cat(accepted), torch.cat(drafted)
 
 
 def judged_chains(batch: PackedBatch, unrolled: Unrolled) -> Tensor:
@@ -204,17 +224,38 @@ def walk(chains: list[int], accepted: list[int], batch: PackedBatch) -> list[int
     Returns:
         indices into `chains`.
     """
-    numbers = batch.documents[0].tolist()
-    told = batch.loss_mask[0].tolist()
+    first = _first_rows(batch)
     out = []
     due = -1
     for index, row in enumerate(chains):
-        # The token of the row itself is no answer, or there is none before it: the prompt ends here.
-        first = not told[row] or row == 0 or numbers[row - 1] != numbers[row]
-        if first or row == due:
+        if first[row] or row == due:
             out.append(index)
             due = row + accepted[index] + 1
     return out
+
+
+def visits(chains: list[int], accepted: list[list[float]], batch: PackedBatch) -> list[float]:
+    """How often decoding is expected to start from each chain: once from the first of an answer, then by chance.
+
+    Args:
+        chains: rows judged, ascending.
+        accepted: of each, the probabilities that exactly 0, 1, .. K drafts are kept.
+    """
+    first = _first_rows(batch)
+    at = {row: index for index, row in enumerate(chains)}
+    out = [float(first[row]) for row in chains]
+    for index, row in enumerate(chains):
+        for kept, share in enumerate(accepted[index]):
+            reached = at.get(row + kept + 1)
+            if reached is not None and not first[chains[reached]]:
+                out[reached] += out[index] * share
+    return out
+
+
+def _first_rows(batch: PackedBatch) -> list[bool]:
+    """Rows that a prompt ends with: their own token is no answer, or none of their document is before it."""
+    numbers, told = batch.documents[0].tolist(), batch.loss_mask[0].tolist()
+    return [not told[row] or row == 0 or numbers[row - 1] != number for row, number in enumerate(numbers)]
 
 
 def _law(logits: Tensor, temperature: float) -> Tensor:

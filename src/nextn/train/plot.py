@@ -12,6 +12,7 @@ MEASURES = (
     ("greedy", "teacher-forced, greedy"),
     ("simulated", "teacher-forced, by rounds"),
     ("sampled", "teacher-forced, at temperature"),
+    ("sampled_simulated", "teacher-forced, at temperature, by rounds"),
     ("decode", "decoded, greedy"),
     ("decode_sampled", "decoded, at temperature"),
 )
