@@ -1,0 +1,87 @@
+"""Write the figures of docs/train.md from the result files; with --check only say whether they are current.
+
+A figure stands between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->``, NAME being one of `BLOCKS`.
+
+python benchmarks/write_training.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "train.md"
+
+
+def stale_head(record: dict[str, Any]) -> list[str]:
+    kinds = [name for name in record["rows"][0] if name != "state"]
+    k = record["draft_tokens"]
+    columns = [f"{kind}: accept length | by position | loss of the target" for kind in kinds]
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * 3 * len(kinds)]
+    for row in record["rows"]:
+        cells = [row["state"]]
+        for kind in kinds:
+            found = row[kind]
+            shares = " ".join(f"{share:.2f}" for share in found["acceptance"])
+            cells += [f"{found['accept_length']:.2f}", shares, f"{found['target_loss']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    shifted, trained = record["shift"]["tokens"] / 1e3, record["training"]["tokens"] / 1e3
+    return [
+        *lines,
+        "",
+        f"K = {k}. The target was fine-tuned on {shifted:,.0f} thousand tokens of dialogue, the head then trained for",
+        f"{record['training']['steps']} steps on {trained:,.0f} thousand. {source('stale-head.json', record)}",
+    ]
+
+
+def read_data(record: dict[str, Any]) -> list[str]:
+    rates = {row["form"]: row["tokens_per_cpu_second"] / 1e3 for row in record["rows"]}
+    return [
+        f"A core reads {rates['conversations']:,.0f} thousand tokens a second of conversations, {rates['text']:,.0f}",
+        f"of plain text and {rates['input_ids']:,.0f} of `input_ids` (vocabulary {record['vocabulary']:,}).",
+        source("read-data.json", record),
+    ]
+
+
+def source(name: str, record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    return f"From `benchmarks/results/{name}`: {record['machine']}, {versions}, {record['date']}."
+
+
+BLOCKS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {"stale-head": stale_head, "read-data": read_data}
+
+
+def page(text: str) -> str:
+    """The page with every block written anew."""
+    for name, write in BLOCKS.items():
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        pattern = re.escape(begin) + ".*?" + re.escape(end)
+        if len(re.findall(pattern, text, re.S)) != 1:
+            raise SystemExit(f"{PAGE.relative_to(ROOT)} has no place for {name}: {begin.strip()} ... {end}")
+        head, _, rest = text.partition(begin)
+        text = head + begin + "\n".join(write(record)) + "\n" + end + rest.partition(end)[2]
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    before = PAGE.read_text()
+    after = page(before)
+    if options.check:
+        if before != after:
+            raise SystemExit(f"{PAGE.relative_to(ROOT)} is not current; run benchmarks/write_training.py.")
+        return
+    PAGE.write_text(after)
+
+
+if __name__ == "__main__":
+    main()
