@@ -49,12 +49,31 @@ def read_data(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def train_step(record: dict[str, Any]) -> list[str]:
+    lines = ["| | ms | over the forward | memory beyond weights, GB |", "|---|---|---|---|"]
+    for row in record["rows"]:
+        over = f"{row['over_forward']:.2f}" if "over_forward" in row else ""
+        lines.append(f"| {row['what']} | {row['median_ms']:.0f} | {over} | {row['peak_gb']:.1f} |")
+    return [*lines, "", source("train-step-h200.json", record)]
+
+
+def train_beside(record: dict[str, Any]) -> list[str]:
+    lines = ["| | ms | memory beyond weights, GB |", "|---|---|---|"]
+    lines += [f"| {row['what']} | {row['median_ms']:.0f} | {row['peak_gb']:.1f} |" for row in record["rows"]]
+    return [*lines, "", source("train-beside-h200.json", record)]
+
+
 def source(name: str, record: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
     return f"From `benchmarks/results/{name}`: {record['machine']}, {versions}, {record['date']}."
 
 
-BLOCKS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {"stale-head": stale_head, "read-data": read_data}
+BLOCKS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
+    "stale-head": stale_head,
+    "read-data": read_data,
+    "train-step-h200": train_step,
+    "train-beside-h200": train_beside,
+}
 
 
 def page(text: str) -> str:
