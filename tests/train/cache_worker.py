@@ -16,16 +16,17 @@ from nextn.train.start import open_target, target_dtype
 from tests.train import runs
 
 
-def main() -> None:
-    config = TrainConfig.model_validate_json(Path(sys.argv[1]).read_text())
+def write(config: TrainConfig, out: Path, batches: int, shard_bytes: int) -> None:
+    """This process's part."""
     with processes("cpu") as group:
         checkpoint = open_target(config)
         model = load_target(checkpoint, target_dtype(config, checkpoint, group.device), group)
         assert isinstance(model, Decoder)
         shard(model, None, group)
         source = DataSource(config, runs.reader(config, checkpoint), Processes(0, 1, group.device))
-        write_cache(model, source, config, Path(sys.argv[2]), int(sys.argv[3]), group, shard_bytes=int(sys.argv[4]))
+        write_cache(model, source, config, out, batches, group, shard_bytes=shard_bytes)
 
 
 if __name__ == "__main__":
-    main()
+    config, out, batches, shard_bytes = sys.argv[1:]
+    write(TrainConfig.model_validate_json(Path(config).read_text()), Path(out), int(batches), int(shard_bytes))
