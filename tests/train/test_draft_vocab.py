@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from nextn import cli, generate, load
+from nextn.engine.engine import Engine
 from nextn.errors import NextnError
+from nextn.train import local_answers
 from nextn.train.evaluate import evaluate
 from nextn.train.packing import Document, pack
 from tests.oracle.checkpoints import make_checkpoint
@@ -60,6 +62,21 @@ def test_decoding_drafts_these_ids_alone(root: Path) -> None:
     prompt = [4, 3, 5]
     text = {tuple(generate(model, prompt, draft_vocab=v).tokens) for v in (None, "full", [2])}
     assert text == {tuple(generate(model, prompt, draft_tokens=0).tokens)}
+
+
+def test_regenerate_drafts_these_ids(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Engine] = []
+
+    def recorded(*given: Any, **options: Any) -> Engine:
+        made.append(Engine(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(local_answers, "Engine", recorded)
+    for folder in (root / "merged", root / "model"):
+        assert not list(local_answers.answer_locally(load(folder), [], at_once=1, options={}))
+    assert made[0].vocab is not None
+    assert made[0].vocab.ids.tolist() == IDS
+    assert made[1].vocab is None
 
 
 def test_a_head_without_a_list_is_not_held_to_the_targets(root: Path) -> None:

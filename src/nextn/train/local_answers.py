@@ -57,7 +57,8 @@ def answer_locally(
     """
     if draft_tokens is None:
         draft_tokens = api.DRAFT_TOKENS if model.has_head else 0
-    engine = Engine(model.target, draft=model.draft, draft_tokens=draft_tokens)
+    vocab = api.draft_vocabulary(model, None)
+    engine = Engine(model.target, draft=model.draft, draft_tokens=draft_tokens, draft_vocab=vocab)
     spare = spare_positions(draft_tokens, ahead=1)
     unread = iter(dialogues)
     waiting: deque[_Asked] = deque()
