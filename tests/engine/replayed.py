@@ -10,7 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from nextn.engine.contexts import Rows
 from nextn.engine.graphs import Captured, GraphExecutor
+from nextn.engine.runner import PlainRunner
+
+
+class Far(PlainRunner):
+    """Looks as far as the page table reaches: graphs know no bound, which only the plain modules need."""
+
+    def target_rows(self, ids: Tensor, where: Rows) -> tuple[Tensor, Tensor]:
+        where.bound = where.table.shape[1] * where.cache.page_size
+        return super().target_rows(ids, where)
+
+    def head_rows(self, ids: Tensor, hidden: Tensor, where: Rows, step: int = 0) -> tuple[Tensor, Tensor]:
+        where.bound = where.table.shape[1] * where.cache.page_size
+        return super().head_rows(ids, hidden, where, step)
 
 
 class Replayed:

@@ -12,15 +12,13 @@ import torch
 
 from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
-from nextn.engine.contexts import Rows
 from nextn.engine.executor import EagerExecutor, Executor, HostRound
 from nextn.engine.graphs import GraphExecutor
 from nextn.engine.prefill import prefill
-from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingParams, SamplingState
 from tests.engine.host_rounds import assert_alike
 from tests.engine.models import decoder
-from tests.engine.replayed import replay_on_cpu
+from tests.engine.replayed import Far, replay_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs tests/engine/test_graphs.py")
 REACH = 64
@@ -32,20 +30,6 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "biases of different lengths": [{"logit_bias": {5: 4.0}}, {"logit_bias": {9: -3.0, 70: 1.5, 3: 2.0}}, {}],
     "held back": [{}, {"min_tokens": 4, "stop_token_ids": [1, 2, 3]}, {"temperature": 0.7, "presence_penalty": 0.5}],
 }
-
-
-class Far(PlainRunner):
-    """Looks as far as any sequence reaches: graphs know no bound, which only the plain modules need."""
-
-    def target_rows(self, ids: torch.Tensor, where: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        where.bound = REACH
-        return super().target_rows(ids, where)
-
-    def head_rows(
-        self, ids: torch.Tensor, hidden: torch.Tensor, where: Rows, step: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        where.bound = REACH
-        return super().head_rows(ids, hidden, where, step)
 
 
 def start(asked: list[dict[str, Any]], k: int) -> tuple[Far, Cache, Batch]:
@@ -127,3 +111,19 @@ def test_a_request_that_asks_for_more_leaves_the_others_their_graph(monkeypatch:
     assert [len(r.logprobs[1]) for r in first] == [3] * 5
     assert all(r.logprobs == [[]] for r in then)
     assert [c.state.sampling.plan.reported for c in executor.captured.values()] == [4, None]
+
+
+@torch.inference_mode()
+def test_a_batch_that_lost_its_penalties_and_one_that_had_none_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first: what is left of the one still carries counts."""
+    replay_on_cpu(monkeypatch)
+    for order in (0, 1):
+        runner, cache, batch = start([{}, {"presence_penalty": 0.5, "repetition_penalty": 1.2}, {}], 2)
+        left, plain = batch.keep([0, 2]), start(ASKED["greedy"], 2)[2].keep([0, 2])
+        assert (left.sampling.counts.shape[1], plain.sampling.counts.shape[1]) == (97, 0)
+        executor = GraphExecutor(runner, cache)
+        executor.load((left, plain)[order])
+        executor.load((plain, left)[order])
+        assert len(executor.captured) == 1
+        eager = EagerExecutor(*start(ASKED["greedy"], 2)[:2])
+        assert_alike(rounds(executor, left, 6), rounds(eager, start(ASKED["greedy"], 2)[2].keep([0, 2]), 6))

@@ -5,16 +5,17 @@ from round to round, results read at once or a round late, arrivals, cancellatio
 flips no choice, so each request must get exactly its own tokens: greedy ones those of plain whole-sequence forwards,
 without cache, head or engine code; sampled ones, and a share of the greedy ones, those of the same request decoded
 alone with the same draft lengths, rounds included. Of that share the drafts are compared with whole-sequence forwards
-of the head too.
+of the head too. The same lives can be led over graphs (`tests.engine.replayed` on a CPU), late by nature.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nextn.engine.admission import spare_positions
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import Observed
 from nextn.engine.executor import EagerExecutor
+from nextn.engine.graphs import GraphExecutor
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Running
 from nextn.engine.runner import PlainRunner
@@ -34,6 +36,7 @@ from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
 from tests.engine.models import plain_drafts
+from tests.engine.replayed import Far
 from tests.oracle.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -125,9 +128,16 @@ def drawn_request(rng: random.Random, vocab: int) -> Request:
     return Request(prompt, SamplingParams(**options))
 
 
-def run_trace(seed: int) -> Outcome:
+def with_reports(request: Request, asked: int) -> Request:
+    return replace(request, params=replace(request.params, logprobs=asked))
+
+
+def run_trace(seed: int, *, graphs: bool = False) -> Outcome:
     """Live through a trace and compare every request with itself alone.
 
+    Args:
+        graphs: run rounds by the graph executor, which keeps a page and a slot; half of the requests then ask for log
+            probabilities.
     Raises:
         AssertionError: a request got other tokens, something leaked, or the scheduler did not come to rest.
     """
@@ -136,27 +146,32 @@ def run_trace(seed: int) -> Outcome:
     model = tiny(vocab, vocab)
     most, ahead = rng.randint(0, MOST), rng.randint(0, 1)
     requests = [drawn_request(rng, vocab) for _ in range(rng.randint(2, 5))]
+    if graphs:
+        ahead = 1
+        requests = [with_reports(r, i) if i % 2 else r for i, r in enumerate(requests)]
     page_size = rng.randint(1, 5)
     largest = max(len(r.prompt) + (r.params.max_tokens or 0) for r in requests) + spare_positions(most, ahead)
     pages = -(-largest // page_size) + rng.choice((0, 0, 1, 2, 4, 100))
     slots = rng.randint(2, 5)
     cache = Cache(
         model.config,
-        pages=pages,
+        pages=pages + graphs,
         page_size=page_size,
-        sequences=slots,
+        sequences=slots + graphs,
         rows=most + 1,
         dtype=torch.float64,
         device=CPU,
         replay=rng.random() < 0.5,
     )
     rng.shuffle(cache.free_pages)
-    runner = PlainRunner(model, model)
+    runner = Far(model, model) if graphs else PlainRunner(model, model)
+    executor = GraphExecutor(runner, cache) if graphs else EagerExecutor(runner, cache, ahead)
+    kept = ([executor.page], [executor.slot]) if isinstance(executor, GraphExecutor) else ([], [])
     scheduler = Scheduler(
         runner,
         cache,
         DrawnLength(rng, most),
-        executor=EagerExecutor(runner, cache, ahead),
+        executor=executor,
         chunk=rng.randint(1, 8),
         prompt_rows=rng.choice((None, 1, 3, 8, 16)),
     )
@@ -173,8 +188,8 @@ def run_trace(seed: int) -> Outcome:
         found |= {s.index: s for s, _ in scheduler.step()}
         step += 1
         assert step < 3000, "the scheduler does not come to rest"
-    assert sorted(cache.free_pages) == list(range(pages)), "pages leaked"
-    assert sorted(cache.free_slots) == list(range(slots)), "slots leaked"
+    assert sorted([*cache.free_pages, *kept[0]]) == list(range(pages + graphs)), "pages leaked"
+    assert sorted([*cache.free_slots, *kept[1]]) == list(range(slots + graphs)), "slots leaked"
     outcome = Outcome(requests=len(requests))
     for index, request in enumerate(requests):
         s = found.get(index)
@@ -197,6 +212,7 @@ def run_trace(seed: int) -> Outcome:
 @torch.inference_mode()
 def compare(model: Decoder, request: Request, s: Running, most: int, *, repeat: bool) -> None:
     """Hold a sequence to what its request gets alone; a cancelled one to the beginning of it."""
+    assert [p.token for p in s.logprobs] == (s.tokens if request.params.logprobs is not None else [])
     if request.params.greedy:
         assert s.tokens == choices(model, request, s.tokens), "not the target's own tokens"
     if request.params.greedy and not repeat:
@@ -213,6 +229,9 @@ def compare(model: Decoder, request: Request, s: Running, most: int, *, repeat: 
         assert alone.rounds[: len(s.rounds)] == s.rounds
     else:
         assert (alone.tokens, alone.rounds, alone.finish) == (s.tokens, s.rounds, s.finish)
+    for mine, theirs in zip(s.logprobs, alone.logprobs, strict=False):
+        assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
+        assert math.isclose(mine.logprob, theirs.logprob, abs_tol=1e-5)
 
 
 def choices(model: Decoder, request: Request, tokens: list[int]) -> list[int]:

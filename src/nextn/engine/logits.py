@@ -216,11 +216,13 @@ class SamplingState:
         )
 
     def fitted(self, widths: tuple[int, int]) -> SamplingState:
-        """With so many columns of biases and of stop ids."""
+        """With so many columns of biases and of stop ids, and counts only where the plan looks at them."""
         biases, stops = widths
         more = biases - self.bias.shape[1]
         return replace(
             self,
+            counts=self.counts[:, : self.vocab_size if self.plan.penalties else 0],
+            in_prompt=self.in_prompt[:, : self.vocab_size if self.plan.repetition else 0],
             bias_ids=pad(self.bias_ids, (0, more)),
             bias=pad(self.bias, (0, more)),
             stop_ids=pad(self.stop_ids, (0, stops - self.stop_ids.shape[1]), value=-1),
