@@ -63,6 +63,24 @@ def train_beside(record: dict[str, Any]) -> list[str]:
     return [*lines, "", source("train-beside-h200.json", record)]
 
 
+def train_smollm2(record: dict[str, Any]) -> list[str]:
+    lines = ["| variant | accept length | d1 | d2 | d3 | tokens trained |", "|---|---|---|---|---|---|"]
+    for row in record["rows"]:
+        shares = " | ".join(f"{share:.2f}" for share in row["acceptance"])
+        lines.append(
+            f"| {row['variant']} | {row['accept_length']:.2f} | {shares} | {row['tokens_trained'] / 1e6:.1f} million |"
+        )
+    wrote, held = record["regenerate"], record["held_out"]
+    return [
+        *lines,
+        "",
+        f"K = {record['rows'][0]['draft_tokens']}, greedy, on the model's own answers to {held['questions']} held-out",
+        f"questions. `nextn regenerate` wrote {wrote['tokens'] / 1e6:.1f} million tokens to train on,",
+        f"{wrote['tokens_per_second'] / 1e3:.0f} thousand a second with {wrote['engines']} engines on one GPU.",
+        source("train-smollm2.json", record),
+    ]
+
+
 def source(name: str, record: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
     return f"From `benchmarks/results/{name}`: {record['machine']}, {versions}, {record['date']}."
@@ -73,6 +91,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "read-data": read_data,
     "train-step-h200": train_step,
     "train-beside-h200": train_beside,
+    "train-smollm2": train_smollm2,
 }
 
 

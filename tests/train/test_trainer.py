@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
+from nextn.models.blocks import RMSNorm
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
 from nextn.train import step as step_module
@@ -150,6 +151,17 @@ def test_scratch_is_the_same_for_a_seed(tmp_path: Path, bare: Path) -> None:
     other = runs.trainer(runs.config(tmp_path, bare, init="scratch", seed=4)).begun.initial
     assert all(torch.equal(first[n], second[n]) for n in first)
     assert not torch.equal(first["mtp.fusions.0.fuse.weight"], other["mtp.fusions.0.fuse.weight"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_scratch_starts_less_certain_than_its_target(tmp_path: Path, kind: str) -> None:
+    """What the end norm multiplies with is a quarter of the target's, for plain and for one-plus norms."""
+    begun = start(runs.config(tmp_path, runs.target(tmp_path / "model", kind), init="scratch"), ALONE)
+    assert isinstance(begun.model, Decoder)
+    norm = begun.unroll.mtp.out_norms[0]
+    assert isinstance(norm, RMSNorm)
+    assert torch.allclose(norm.scale, begun.model.norm.scale / 4)
+    assert begun.model.norm.scale.std() > 0.01
 
 
 def test_a_head_in_float32_keeps_its_precision_beside_a_bfloat16_target(tmp_path: Path, hybrid: Path) -> None:

