@@ -77,7 +77,7 @@ def test_rows_together_have_the_bits_of_rows_alone(device: str, dtype: torch.dty
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [3, 8])
 def test_tokens_with_and_without_the_head_are_the_same(k: int) -> None:
     m = model("cuda", BF16)
     generator = torch.Generator().manual_seed(1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import FixedLength
+from nextn.engine.engine import MAX_CHUNK, Engine
 from nextn.engine.executor import EagerExecutor
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Running
@@ -280,3 +281,10 @@ def test_joined_sampling_states_are_those_built_together(groups: list[list[dict[
     left = fitted.select(some)
     for state_left in (left, left.fitted(left.widths)):
         assert torch.equal(process(logits[some], state_left, drafts[some]), process(logits, together, drafts)[some])
+
+
+@pytest.mark.parametrize("chunk", [0, MAX_CHUNK + 1])
+def test_a_chunk_whose_elements_the_kernels_cannot_number_is_refused(chunk: int) -> None:
+    with pytest.raises(NextnError, match=f"chunk is {chunk}"):
+        Engine(tiny(), chunk=chunk)
+    assert MAX_CHUNK * 65535 < 1 << 31

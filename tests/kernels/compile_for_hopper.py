@@ -29,7 +29,8 @@ from tests.oracle.checkpoints import make_checkpoint
 SIZES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 PLANS = [
     RowPlan("fma", 4, 64), RowPlan("fma", 2, 128), RowPlan("dot", 32, 64, splits=2, stages=3),
-    RowPlan("swap", 64, 64, stages=3, first=1), RowPlan("swap", 64, 32, stages=3, first=2, ahead=2, block_m=32),
+    RowPlan("swap", 64, 32, splits=2, stages=3, first=1, ahead=1),
+    RowPlan("swap", 64, 32, stages=3, first=2, ahead=2, block_m=32),
 ]  # fmt: skip
 
 
@@ -87,12 +88,12 @@ def main() -> None:
 
     driver.set_active(Hopper())
     KernelInterface.__getitem__ = launcher
-    for dtype in (torch.bfloat16, torch.float32):
-        for replay in (True, False):
-            compile_runner(dtype, replay=replay)
-    x, weight = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(96, 128, dtype=torch.bfloat16)
-    for plan in PLANS:
-        row_product(x, weight, plan, pdl=True)
+    for dtype, replay in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False), (torch.float16, True)):
+        compile_runner(dtype, replay=replay)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x, weight = torch.zeros(1, 128, dtype=dtype), torch.zeros(96, 128, dtype=dtype)
+        for plan in PLANS:
+            row_product(x, weight, plan, pdl=True)
     print(*sorted(compiled))
 
 

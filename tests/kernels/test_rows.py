@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from nextn.kernels.row_plans import FIXED, LIBRARY, RowPlan, RowPlans
+from nextn.kernels.row_plans import FIXED, HOPPER, LIBRARY, TABLE, RowPlan, RowPlans, measured_plans
 from tests.kernels.cases import DTYPES, TOLERANCE, error, poison, randn, real
 
 pytest.importorskip("triton")
-from nextn.kernels import rows_triton
+from nextn.kernels import norm_triton, rows_triton
 
 FMA = RowPlan("fma", 8, 64)
 DOT = RowPlan("dot", 32, 64, splits=2, stages=2)
@@ -106,3 +108,45 @@ def test_one_plan_for_any_number_of_rows_is_never_the_library() -> None:
     plans = RowPlans({"256x64": {"16": sixteen}, "64x256": {"1": sixteen, "16": {"kind": "library"}}})
     assert plans.fixed(256, 64) == RowPlan("swap", 32, 128, 4)
     assert plans.fixed(64, 256) == plans.fixed(1, 1) == FIXED
+
+
+def test_another_kind_of_gpu_multiplies_by_the_library() -> None:
+    """The measured plans may not fit there: the largest takes 184 KB of shared memory."""
+    shapes = [tuple(map(int, shape.split("x"))) for shape in json.loads(TABLE.read_text())["plans"]]
+    assert {measured_plans((8, 9)).plan(n, k, 4) for n, k in shapes} == {LIBRARY}
+    assert {measured_plans((8, 9)).fixed(n, k) for n, k in shapes} == {FIXED}
+    assert any(measured_plans(HOPPER).plan(n, k, 4) != LIBRARY for n, k in shapes)
+
+
+EARLY = [
+    RowPlan("swap", 64, 64, splits=2, stages=3, first=1, ahead=2), RowPlan("swap", 32, 128, stages=3, first=2),
+    RowPlan("dot", 64, 64, splits=4, stages=3, ahead=2),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("plan", EARLY)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chain_that_starts_early_has_the_bits_of_one_that_waits(plan: RowPlan, dtype: torch.dtype) -> None:
+    """Norms and products in turn, each reading what the one before it wrote, the partial sums' memory used again."""
+    weights = [randn(1024, 1024, dtype=dtype, seed=s) for s in range(4)]
+    scale, start = randn(1024, seed=9), randn(4, 1024, dtype=dtype)
+
+    def chain(pdl: bool) -> list[torch.Tensor]:
+        x, seen = start, []
+        for i in range(40):
+            h = norm_triton.add_rms_norm(x, None, scale, 1e-6, dtype=dtype, pdl=pdl)[0]
+            x = rows_triton.row_product(h, weights[i % 4], plan, pdl=pdl)
+            seen.append(h)
+        return seen
+
+    expected = chain(False)
+    torch.cuda.synchronize()
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(True)
+    for _ in range(20):
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

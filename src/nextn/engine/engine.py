@@ -27,6 +27,8 @@ from nextn.models.decoder import Decoder, Drafter
 MAX_DRAFT_TOKENS = 8
 CHUNK = {"cuda": 2048}
 """Prompt positions a prefill forward by device, 512 elsewhere: a GPU takes less time than its host to start 512."""
+MAX_CHUNK = 32768
+"""Kernels number the elements of a forward's widest product in 32 bits: enough for so many rows of 65,535."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Engine:
         draft: a separately loaded draft model to use in place of the target's own head.
         draft_tokens: K, 0 to 8, or what chooses it for each round; 0 decodes without the head.
         draft_vocab: ids that can be drafted; None for all.
-        chunk: prompt positions a prefill forward; None for `CHUNK` of the device.
+        chunk: prompt positions a prefill forward, up to 32,768; None for `CHUNK` of the device.
         page_size: positions a cache page.
         fused: run rounds with the fused kernels; None where they can run and cover the model.
         exact: greedy tokens in half precision equal bit for bit with the head on and off, at a cost in speed: a row's
@@ -78,8 +80,10 @@ class Engine:
             raise NextnError("The model was loaded without an MTP head.", "Decode without one (`--no-mtp`).")
         device, dtype = target.embed.weight.device, target.embed.weight.dtype
         chunk = chunk if chunk is not None else CHUNK.get(device.type, 512)
-        if chunk < 1 or page_size < 1:
-            raise NextnError("chunk and page_size must be at least 1.", "Give positive whole numbers.")
+        if page_size < 1:
+            raise NextnError(f"page_size is {page_size}.", "Give a whole number of 1 or more.")
+        if not 1 <= chunk <= MAX_CHUNK:
+            raise NextnError(f"chunk is {chunk}.", f"Give a whole number from 1 to {MAX_CHUNK}.")
         self.target, self.draft, self.lengths = target, drafter, lengths
         self.vocab = DraftVocab.gather(drafter, draft_vocab) if draft_vocab is not None and lengths.most else None
         if fused is None:

@@ -52,7 +52,8 @@ class FusedRunner(PlainRunner):
     Args:
         target, draft: the models; dense layers only (`supports`).
         cache: whose page size and capacity fix the launch shapes.
-        plans: how to multiply a few rows with each weight; by default what was measured on an H200.
+        plans: how to multiply a few rows with each weight; by default what was measured on an H200, and on another
+            kind of GPU the library.
         dependent: start each kernel while the one before it finishes (compute capability 9.0 and above).
         longest: most positions a sequence can have; decides how many programs share a sequence's keys.
         vocab: the ids to draft from, None for all.
@@ -74,10 +75,10 @@ class FusedRunner(PlainRunner):
     ) -> None:
         super().__init__(target, draft, vocab)
         device = cache.device
-        if dependent is None:
-            dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self.cache, self.dependent = cache, dependent
-        self.plans = plans if plans is not None else measured_plans()
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self.cache = cache
+        self.dependent = dependent if dependent is not None else capability >= (9, 0)
+        self.plans = plans if plans is not None else measured_plans(capability)
         self.dtype = target.embed.weight.dtype
         positions = torch.arange(target.config.max_positions + 4 * MAX_ROWS, device=device)[None]
         cos, sin = target.rotary(positions, self.dtype)

@@ -58,6 +58,8 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     rows = torch.cat((batch.bonus[:, None], batch.drafts), 1) if k else batch.bonus[:, None]
     positions = batch.lengths[:, None] + cache.offsets[: k + 1]
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
+    # Older than the chain of kernels, some of which read it before they wait for those ahead; and not copied again.
+    where.first = batch.lengths
     post, pre = runner.target_rows(rows, where)
     logits = runner.logits(post)
     tokens, accepted, broken = _accept(runner, logits, batch, positions)

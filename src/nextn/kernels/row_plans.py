@@ -17,6 +17,7 @@ from typing import Any, Literal
 FIXED_ROWS = 16
 """Rows whose plan serves any number of them."""
 TABLE = Path(__file__).with_name("rows_h200.json")
+HOPPER = (9, 0)
 
 Kind = Literal["fma", "dot", "swap", "library"]
 
@@ -79,6 +80,11 @@ class RowPlans:
 
 
 @cache
-def measured_plans() -> RowPlans:
-    """The plans measured on an H200; empty where the table is absent."""
-    return RowPlans(json.loads(TABLE.read_text())["plans"] if TABLE.exists() else {})
+def measured_plans(capability: tuple[int, int] = HOPPER) -> RowPlans:
+    """The plans measured on an H200.
+
+    Args:
+        capability: of the GPU; another kind than Hopper gets an empty table. Some plans take more shared memory than
+            a block has there.
+    """
+    return RowPlans(json.loads(TABLE.read_text())["plans"] if capability == HOPPER else {})

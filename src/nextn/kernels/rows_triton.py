@@ -144,10 +144,10 @@ def _few_rows(
         else:
             acc = tl.dot(x1, early1.T, acc, input_precision="ieee")
     if SWAP:
-        to = tl.program_id(1) * rows * N + m[None, :] * N + n[:, None]
+        to = tl.program_id(1) * rows * N + m[None, :].to(tl.int64) * N + n[:, None]
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & wanted)
     else:
-        to = tl.program_id(1) * rows * N + m[:, None] * N + n[None, :]
+        to = tl.program_id(1) * rows * N + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=row_inside & (n[None, :] < N))
 
 
