@@ -180,7 +180,7 @@ def page() -> str:
         *extras(decode),
         "## Greedy tokens in bf16 with the head on and off",
         "",
-        f"{source('divergence-h200.json', apart)}",
+        f"{source('divergence-h200.json', apart)} {apart.get('note', '')}".rstrip(),
         "A verify of several rows rounds differently from a step of one. Where texts part, the two tokens' logits are",
         "computed again in float32; a gap of at most twice the rounding of a bf16 logit there is a near-tie. Random",
         "weights leave the best of 248,320 logits close together, so they part often.",

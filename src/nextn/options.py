@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 DraftVocabulary = int | Iterable[int] | Literal["full"] | None
+MAX_CHUNK = 32768
+"""Prompt positions a prefill forward at most: kernels number its widest product's elements, up to 65,535 a row, in 32
+bits."""
 
 
 class SamplingOptions(TypedDict, total=False):

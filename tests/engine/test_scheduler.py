@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nextn.engine.cache import Cache
 from nextn.engine.draft_length import FixedLength
-from nextn.engine.engine import MAX_CHUNK, Engine
+from nextn.engine.engine import Engine
 from nextn.engine.executor import EagerExecutor
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Running
@@ -20,6 +20,7 @@ from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingState, process
 from nextn.engine.scheduler import Scheduler
 from nextn.errors import NextnError
+from nextn.options import MAX_CHUNK
 from tests.engine.traces import tiny
 
 VOCAB = 11

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from nextn.errors import NextnError
-from nextn.options import DraftVocabulary
+from nextn.options import MAX_CHUNK, DraftVocabulary
 
 if TYPE_CHECKING:
     from nextn.api import Model
@@ -128,8 +128,8 @@ def generate(
             "Give one of --prompt TEXT, --prompt-file FILE, --prompt-ids 1,2,3.",
         )
     length = _draft_tokens(draft_tokens) if draft_tokens is not None else None
-    if chunk is not None and chunk < 1:
-        raise NextnError(f"--chunk is {chunk}.", "Give a whole number of 1 or more.")
+    if chunk is not None and not 1 <= chunk <= MAX_CHUNK:
+        raise NextnError(f"--chunk is {chunk}.", f"Give a whole number from 1 to {MAX_CHUNK}.")
     if no_mtp and (separate_draft or head is not None or draft_vocab is not None):
         raise NextnError("--no-mtp contradicts --separate-draft, --head and --draft-vocab.", "Leave one of them out.")
     if draft_vocab_text is not None and not (draft_vocab or "").isdecimal():

@@ -23,12 +23,11 @@ from nextn.engine.scheduler import Scheduler
 from nextn.errors import NextnError
 from nextn.kernels.support import available
 from nextn.models.decoder import Decoder, Drafter
+from nextn.options import MAX_CHUNK
 
 MAX_DRAFT_TOKENS = 8
 CHUNK = {"cuda": 2048}
 """Prompt positions a prefill forward by device, 512 elsewhere: a GPU takes less time than its host to start 512."""
-MAX_CHUNK = 32768
-"""Kernels number the elements of a forward's widest product in 32 bits: enough for so many rows of 65,535."""
 
 
 @dataclass
