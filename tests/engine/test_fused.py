@@ -137,12 +137,14 @@ def test_prefill(
 
 
 @torch.inference_mode()
-def rounds_of(m: Decoder, draft_tokens: list[int], *, fused: bool, replay: bool) -> list[RoundResult]:
+def rounds_of(
+    m: Decoder, draft_tokens: list[int], *, fused: bool, replay: bool, temperature: float = 0.0
+) -> list[RoundResult]:
     """Rounds of two prompts whose K changes from round to round."""
     cache = cache_of(m, max(draft_tokens) + 1, replay=replay)
     runner = FusedRunner(m, m, cache, longest=64) if fused else PlainRunner(m, m)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
-    params = [SamplingParams(temperature=0.0)] * 2
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(2)]
     sampling = SamplingState.build(params, prompts, vocab_size=m.config.vocab, device=cache.device)
     pages, slots = zip(*(cache.take(60) for _ in prompts), strict=True)
     batch, _ = prefill(runner, cache, prompts, pages, slots, sampling, k=draft_tokens[0], chunk=3)
@@ -167,6 +169,18 @@ def test_replay_equals_snapshots_while_k_changes(device: str, dtype: torch.dtype
         assert a.drafts.tolist() == b.drafts.tolist()
         assert a.tokens.tolist() == b.tokens.tolist()
         assert relative(a.logits, b.logits) < (1e-12 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_sampled_rounds_equal_plain_ones_while_k_changes(device: str, dtype: torch.dtype) -> None:
+    """Fewer drafts than were made leave gaps between the sequences' draft probabilities."""
+    m = model("qwen3_5", device, dtype)
+    ks = [4, 2, 1, 3, 2, 4, 1]
+    expected = rounds_of(m, ks, fused=False, replay=True, temperature=0.6)
+    for a, b in zip(rounds_of(m, ks, fused=True, replay=True, temperature=0.6), expected, strict=True):
+        assert (a.accepted.tolist(), a.drafts.tolist()) == (b.accepted.tolist(), b.drafts.tolist())
+        for row, kept in enumerate(a.accepted.tolist()):
+            assert a.tokens[row, : kept + 1].tolist() == b.tokens[row, : kept + 1].tolist()
 
 
 @pytest.mark.parametrize("fused", [False, True])

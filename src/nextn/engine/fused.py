@@ -182,8 +182,9 @@ class FusedRunner(PlainRunner):
     def accept(self, probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, draws: Tensor) -> tuple[Tensor, Tensor]:
         if draft_probs is None or not drafts.shape[1]:
             return accept_greedy(self.sample(probs, draws[..., DRAW]), drafts)
+        drafts, draft_probs = drafts.contiguous(), draft_probs.contiguous()
         return tokens_triton.accept(
-            probs, drafts.contiguous(), draft_probs, draws[..., ACCEPT], draws[..., DRAW], pdl=self.dependent
+            probs, drafts, draft_probs, draws[..., ACCEPT], draws[..., DRAW], pdl=self.dependent
         )
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
