@@ -125,7 +125,9 @@ EARLY = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < HOPPER, reason="needs dependent launch"
+)
 @pytest.mark.parametrize("plan", EARLY)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_chain_that_starts_early_has_the_bits_of_one_that_waits(plan: RowPlan, dtype: torch.dtype) -> None:
