@@ -176,8 +176,6 @@ def tokenise(work: Path, limit: int | None) -> None:
 def train(given: argparse.Namespace) -> None:
     """Train and judge each variant that has no row yet."""
     work: Path = given.work
-    # Target and unroll, with and without gradients, at several lengths: more graphs of one function than torch keeps.
-    torch._dynamo.config.recompile_limit = 64
     facts_file = work / "machine.json"
     if not facts_file.is_file():
         cuda = torch.cuda.is_available()

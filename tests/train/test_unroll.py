@@ -258,3 +258,10 @@ def test_gradients_stay_inside_documents() -> None:
     (slope,) = torch.autograd.grad(out[0, 8].sum(), embeddings)
     touched = torch.nonzero(slope[0].abs().sum(-1))[:, 0].tolist()
     assert touched == [7, 8]
+
+
+def test_compiled_attention_may_have_a_graph_for_every_step() -> None:
+    """Past the limit dynamo runs flex_attention uncompiled, which makes whole score matrices: target and eight steps,
+    with and without a gradient."""
+    contexts._compiled_flex()
+    assert torch._dynamo.config.recompile_limit >= 2 * (1 + 8)

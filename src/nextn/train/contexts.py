@@ -189,8 +189,14 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
+    """flex_attention compiled; past dynamo's own limit it would silently make whole score matrices instead.
+
+    Target and head, each number of draft steps, training and evaluation are graphs of their own.
+    """
+    from torch import _dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
+    _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention)
 
 
