@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ import pytest
 import torch
 
 from nextn.errors import NextnError
+from nextn.train.export import write_head
 from nextn.train.hidden_cache import write_cache
+from nextn.train.lock import held
 from nextn.train.processes import Processes
 from nextn.train.step import HeadStep
 from tests.train import runs
@@ -140,8 +145,52 @@ def test_refuses_another_runs_output(root: Path) -> None:
         runs.trainer(runs.config(root, root / "model", **options, lr=0.02))
     with pytest.raises(NextnError, match="resume is false"):
         runs.trainer(runs.config(root, root / "model", **options, resume=False))
+    with pytest.raises(NextnError, match="holds a run of 2 steps, more than steps = 1"):
+        runs.trainer(runs.config(root, root / "model", **{**options, "steps": 1}))
     done = runs.trainer(runs.config(root, root / "model", **options)).run()
     assert done["steps"] == 2
+
+
+def test_one_process_at_a_time_trains_into_an_output(root: Path) -> None:
+    made = runs.config(root, root / "model", steps=2, output=str(root / "shared"))
+    with held(root / "shared" / "logs"), pytest.raises(NextnError, match="Another process is training into"):
+        runs.trainer(made).run()
+    assert not (root / "shared" / "checkpoints").exists()
+    assert runs.trainer(made).run()["steps"] == 2
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing past `size` bytes fails with an error of the system, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_loses_nothing(root: Path) -> None:
+    options: dict[str, Any] = {"save": 2, "output": str(root / "full")}
+    runs.trainer(runs.config(root, root / "model", **options, steps=2)).run()
+    kept = sorted(p.name for p in (root / "full" / "checkpoints").iterdir())
+    longer = runs.config(root, root / "model", **options, steps=4)
+    whole = runs.trainer(longer)
+    with files_of_at_most(10_000), pytest.raises(NextnError, match=r"step-4 cannot be written \(File too large\)"):
+        whole.run()
+    assert sorted(p.name for p in (root / "full" / "checkpoints").iterdir()) == kept == ["step-2"]
+    assert runs.trainer(longer).run()["steps"] == 4
+
+
+def test_a_head_that_does_not_fit_on_the_disk_leaves_the_one_before(root: Path) -> None:
+    out = root / "full-head"
+    made = runs.trainer(runs.config(root, root / "model", steps=2, output=str(out)))
+    made.run()
+    before = (out / "model.safetensors").read_bytes()
+    with files_of_at_most(10_000), pytest.raises(NextnError, match="head cannot be written"):
+        write_head(made.begun, out, first=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not list(out.glob(".*"))
 
 
 def test_a_damaged_checkpoint_is_named(root: Path) -> None:

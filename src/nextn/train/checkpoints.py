@@ -54,6 +54,8 @@ class Checkpoints:
         Args:
             facts: JSON; ``best_step`` names the best head that must be kept.
             keep: newest checkpoints to keep.
+        Raises:
+            NextnError: the disk is full or fails; the checkpoints before are kept.
         """
         state = {"head": get_model_state_dict(unroll), "optimiser": get_optimizer_state_dict(unroll, optimiser)}
         self._write(f"step-{step}", state, facts)
@@ -99,9 +101,14 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(stage, ignore_errors=True)
         self.processes.wait()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(state, checkpoint_id=stage)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                save(state, checkpoint_id=stage)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if self.processes.first:
+                shutil.rmtree(stage, ignore_errors=True)
+            raise _unwritten(out, error) from None
         if self.processes.first:
             (stage / FACTS).write_text(json.dumps(facts))
             shutil.rmtree(out, ignore_errors=True)
@@ -121,6 +128,20 @@ class Checkpoints:
             return []
         found = (re.fullmatch(rf"{kind}-(\d+)", path.name) for path in self.folder.iterdir())
         return [int(match[1]) for match in found if match]
+
+
+def _unwritten(path: Path, error: BaseException) -> NextnError:
+    """`error`: an OSError lies at its root where this process failed, and nothing that people can read elsewhere."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    root: BaseException | None = error
+    while root is not None and not isinstance(root, OSError):
+        root = root.__cause__ or root.__context__
+    reason = f"{root.strerror or root}" if isinstance(root, OSError) else "the disk may be full"
+    return NextnError(
+        f"The checkpoint {path} cannot be written ({reason}).",
+        "Make room, then run the same command again: it goes on from the newest checkpoint.",
+    )
 
 
 def _damaged(path: Path, error: BaseException) -> NextnError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def write_head(begun: Start, out: Path, *, first: bool) -> None:
     Args:
         first: this process writes; the others only lend their share of a sharded head.
     Raises:
-        NextnError: the head is, as it would be stored, what it was before training.
+        NextnError: the head is, as it would be stored, what it was before training; or the disk is full.
     """
     dtype = stored_dtype(begun.checkpoint)
     with gathered(begun.unroll):
@@ -48,7 +49,14 @@ def write_head(begun: Start, out: Path, *, first: bool) -> None:
         state = head_state(begun.unroll, begun.model.config, config, dtype=dtype, experts=begun.experts)
     out.mkdir(parents=True, exist_ok=True)
     stage = out / f".{HEAD_FILE}"
-    save_file(state, stage, metadata={"format": "pt"})
+    try:
+        save_file(state, stage, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        stage.unlink(missing_ok=True)
+        raise NextnError(
+            f"The head cannot be written to {out} ({str(error).strip().rstrip('.')}).",
+            "Make room, then run the same command again: it goes on from the newest checkpoint.",
+        ) from None
     os.replace(stage, out / HEAD_FILE)
     write_json(out / "config.json", config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate, share
 from nextn.train.export import merge_head, place_draft_ids, write_head
 from nextn.train.hidden_cache import CachedSource
+from nextn.train.lock import held
 from nextn.train.log import FILE, RunLog
 from nextn.train.losses import LossSpec
 from nextn.train.packing import PackedBatch
@@ -112,7 +114,15 @@ class Trainer:
 
         Where no step is accepted more than a head that was there before, nothing is written (`keep_best`):
         ``exported_step`` is then None, and ``after`` tells of the best step.
+
+        Raises:
+            NextnError: another process writes into the output, it cannot be written, or the head did not change.
         """
+        with held(self.output / "logs") if self.processes.first else nullcontext():
+            self._train()
+            return self._finish()
+
+    def _train(self) -> None:
         config, step = self.config, self.step
         log = self._log() if self.processes.first else None
         try:
@@ -133,7 +143,6 @@ class Trainer:
                 self.source.close()
             if log is not None:
                 log.close()
-        return self._finish()
 
     def _refuse_early(self) -> None:
         config, world = self.config, self.processes.world
@@ -182,6 +191,11 @@ class Trainer:
         if not self.config.resume:
             raise NextnError(
                 f"{self.output} holds a run of {newest} steps, and resume is false.", "Give another output."
+            )
+        if newest > self.config.steps:
+            raise NextnError(
+                f"{self.output} holds a run of {newest} steps, more than steps = {self.config.steps}.",
+                f"Give another output, or steps={newest} or more.",
             )
         facts = self.checkpoints.facts(newest)
         mine = self._identity()
