@@ -272,6 +272,8 @@ def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys:
         (["--data", "d.jsonl", "-k", "9"], "--draft-tokens is 9"),
         (["--data", "d.jsonl", "--temperature", "0"], "--temperature is 0"),
         (["--data", "d.jsonl", "--batch-tokens", "8"], "--batch-tokens is 8"),
+        (["--data", "absent.jsonl", "--plot", "absent/a.png"], "--plot absent/a.png names no file"),
+        (["--data", "absent.jsonl", "--plot", "."], "--plot . names no file"),
     ],
 )
 def test_bad_options_are_two_sentences(

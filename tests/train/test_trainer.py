@@ -302,6 +302,8 @@ def test_refuses_ce_whose_tokens_are_outside_the_draft_vocabulary(tmp_path: Path
         (["data=a", "lr=0"], "lr is '0'"),
         (["data=a", "lr=.nan"], "lr is 'nan'"),
         (["data=a", "steps"], "no key=value"),
+        (["data=a", f"seed={2**63}"], "seed is"),
+        (["data=a", "steps=2026-13-45"], "steps is '2026-13-45'"),
         ([], "No training data"),
     ],
 )
@@ -318,5 +320,26 @@ def test_words_override_the_file(tmp_path: Path) -> None:
     assert (made.data, made.steps, made.lr, made.eval) == (["x.jsonl", "y.jsonl"], 7, 2e-4, "z.jsonl")
     assert made.step_weights == pytest.approx([2 / 3, 1 / 3])
     (tmp_path / "a.yaml").write_text("data: [x\n")
+    with pytest.raises(NextnError, match="not valid YAML"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("key", ["output", "model", "merge", "eval"])
+@pytest.mark.parametrize("name", ["2026-11-29", "2026-13-45", "7", "1e3", "off", "[a"])
+def test_a_name_that_yaml_would_read_as_something_else_stays_a_name(key: str, name: str) -> None:
+    assert getattr(load_config(None, ["data=a", f"{key}={name}"]), key) == name
+    assert load_config(None, ["data=a", "eval=null"]).eval is None
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 3\ndata: a\nsteps: 4\n")
+    with pytest.raises(NextnError, match=r"'steps' twice \(lines 1 and 3\)"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_a_file_with_a_byte_order_mark_or_an_impossible_date(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbfdata: a\n")
+    assert load_config(tmp_path / "a.yaml").data == ["a"]
+    (tmp_path / "a.yaml").write_text("data: a\nsteps: 2026-13-45\n")
     with pytest.raises(NextnError, match="not valid YAML"):
         load_config(tmp_path / "a.yaml")

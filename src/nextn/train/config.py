@@ -87,7 +87,7 @@ class TrainConfig(BaseModel):
         ge=1,
         description="Packed batches an optimiser step, over all processes together. Default: one a process.",
     )
-    seed: Whole = Field(0, ge=0, description="Order of the data, and weights that start from scratch.")
+    seed: Whole = Field(0, ge=0, lt=2**63, description="Order of the data, and weights that start from scratch.")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto", description="Of the frozen target. auto: float32 on a CPU, the checkpoint's own on a GPU."
     )
@@ -135,7 +135,7 @@ def load_config(path: Path | None, words: Sequence[str] = ()) -> TrainConfig:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise NextnError(f"{word[:80]!r} is no key=value.", "Write overrides as key=value, e.g. steps=200.")
-        values[key.strip()] = _parse(text)
+        values[key.strip()] = _parse(key.strip(), text)
     for key in values:
         _refuse_unknown(key)
     try:
@@ -150,10 +150,12 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        tree = yaml.compose(text, yaml.SafeLoader)
+        loaded = yaml.safe_load(text)
     except OSError as error:
         raise NextnError(f"{path} cannot be read: {error.strerror}.", "Check the path.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = f" (line {line + 1})" if line is not None else ""
         raise NextnError(f"{path} is not valid YAML{where}.", "Write one `key: value` a line.") from None
@@ -161,17 +163,28 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise NextnError(f"{path} holds no keys.", "Write one `key: value` a line.")
+    assert isinstance(tree, yaml.MappingNode)
+    lines: dict[str, int] = {}
+    for node, _ in tree.value:
+        line = node.start_mark.line + 1
+        if node.value in lines:
+            raise NextnError(
+                f"{path} gives {str(node.value)[:60]!r} twice (lines {lines[node.value]} and {line}).", "Keep one."
+            )
+        lines[node.value] = line
     return {str(key): value for key, value in loaded.items()}
 
 
-def _parse(text: str) -> Any:
-    """A word's value as YAML would read it; a plain word otherwise."""
+def _parse(key: str, text: str) -> Any:
+    """A word's value as YAML reads it; the word itself where YAML cannot, or sees no text where the key is text."""
     import yaml
 
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
+    wants_text = key in TrainConfig.model_fields and _kind(key) == "text"
+    return text if wants_text and not isinstance(value, str | None) else value
 
 
 def _refuse_unknown(key: str) -> None:

@@ -81,6 +81,8 @@ def eval_(
         raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8.")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
+    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
+        raise NextnError(f"--plot {plot} names no file in a folder that exists.", "Name another file.")
 
     import torch
 
