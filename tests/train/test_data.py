@@ -87,6 +87,13 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             Lines([tmp_path / name])
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\n')
+    lines = Lines([tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
+    assert [lines[i] for i in range(len(lines))] == [b'{"text": "a"}', b'{"text": "b"}'] * 2
+    assert lines.where(1).endswith("a.jsonl:2")
+
+
 # Documents
 
 
@@ -145,6 +152,8 @@ def test_every_form_of_line(chat_reader: LineReader) -> None:
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "differ in length"),
         ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "0 and 1"),
         ('{"documents": [[1]]}', "documents"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "x"}', "tools is not a list"),
+        ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}', "is not an object"),
     ],
 )
 def test_every_kind_of_malformed_line_is_named(chat_reader: LineReader, line: str, reason: str) -> None:

@@ -92,7 +92,11 @@ class DataReport:
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
-    """A line's JSON object. Raises MalformedError where it is none."""
+    """A line's JSON object.
+
+    Raises:
+        MalformedError: it is none, or holds something for the chat template that no template takes.
+    """
     if not raw.strip():
         raise MalformedError("empty line")
     try:
@@ -101,6 +105,10 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         raise MalformedError("not JSON") from None
     if not isinstance(line, dict):
         raise MalformedError("not a JSON object")
+    if not isinstance(line.get("tools"), list | None):
+        raise MalformedError("tools is not a list")
+    if not isinstance(line.get("chat_template_kwargs"), dict | None):
+        raise MalformedError("chat_template_kwargs is not an object")
     return line
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -93,8 +94,13 @@ def _unpacked(path: Path) -> BinaryIO:
 
 
 def _index(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """Where each line begins, and the end of the file: one entry more than there are lines."""
-    starts = [np.zeros(1, np.int64)]
+    """Where each line begins, and the end of the file: one entry more than there are lines.
+
+    The first begins behind a byte order mark, which some editors put there.
+    """
+    file.seek(0)
+    marked = file.read(len(BOM_UTF8)) == BOM_UTF8
+    starts = [np.array([len(BOM_UTF8) if marked else 0], np.int64)]
     offset = 0
     last = b"\n"
     file.seek(0)
