@@ -39,7 +39,9 @@ def eval_(
         ),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Also measure at this temperature, beside greedy.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text to judge, about; 0 is all.")] = 65536,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of text to judge, rounded up to whole forwards; 0 is all.")
+    ] = 65536,
     max_length: Annotated[int, typer.Option(help="Longest text; longer ones are cut.")] = 2048,
     batch_tokens: Annotated[int, typer.Option(help="Tokens a forward.")] = 4096,
     seed: Annotated[int, typer.Option(help="Which texts, when not all, and the engine's sampling.")] = 0,

@@ -48,16 +48,7 @@ def write_head(begun: Start, out: Path, *, first: bool) -> None:
         config = without_quantisation(with_count(family, dict(begun.checkpoint.config), begun.model.config.head_layers))
         state = head_state(begun.unroll, begun.model.config, config, dtype=dtype, experts=begun.experts)
     out.mkdir(parents=True, exist_ok=True)
-    stage = out / f".{HEAD_FILE}"
-    try:
-        save_file(state, stage, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        stage.unlink(missing_ok=True)
-        raise NextnError(
-            f"The head cannot be written to {out} ({str(error).strip().rstrip('.')}).",
-            "Make room, then run the same command again: it goes on from the newest checkpoint.",
-        ) from None
-    os.replace(stage, out / HEAD_FILE)
+    write_tensors(out / HEAD_FILE, state)
     write_json(out / "config.json", config)
 
 
@@ -68,6 +59,24 @@ def place_draft_ids(out: Path, ids: Tensor | None) -> None:
         write_json(out / DRAFT_IDS, {"ids": ids.tolist()})
     else:
         (out / DRAFT_IDS).unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file, whole or not at all.
+
+    Raises:
+        NextnError: the disk is full or fails.
+    """
+    stage = path.with_name(f".{path.name}")
+    try:
+        save_file(dict(tensors), stage, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        stage.unlink(missing_ok=True)
+        raise NextnError(
+            f"{path} cannot be written ({str(error).strip().rstrip('.')}).",
+            "Make room, then run the same command again: it goes on.",
+        ) from None
+    os.replace(stage, path)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

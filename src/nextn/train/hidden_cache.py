@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +17,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nextn.checkpoint.jsonfile import read_json
 from nextn.errors import NextnError
 from nextn.models.decoder import Decoder, Drafter
 from nextn.train.config import TrainConfig
-from nextn.train.export import write_json
+from nextn.train.export import write_json, write_tensors
 from nextn.train.layout import Layout
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
@@ -100,8 +98,7 @@ def write_cache(
                 progress(first + min((turn + 1) * len(starts), len(taken)))
         if own:
             name = names[processes.rank]
-            save_file(held, out / f".{name}")
-            os.replace(out / f".{name}", out / name)
+            write_tensors(out / name, held)
         facts["shards"] += [
             {"file": name, "first": first + start, "batches": min(size, len(taken) - start)}
             for name, start in zip(names, starts, strict=True)
