@@ -82,6 +82,9 @@ class Handler(BaseHTTPRequestHandler):
         if "too long" in said:
             self._send(400, {"error": {"message": "context length exceeded"}})
             return
+        if chat and "silent" in said:
+            self._send(200, {"choices": [{"message": {"role": "assistant", "content": None}}]})
+            return
         with self.server.lock:
             self.server.asked[said] += 1
         text = f"echo: {said}"

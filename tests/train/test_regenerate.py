@@ -233,6 +233,8 @@ def test_a_refused_prompt_is_not_a_refused_run(stub: Stub) -> None:
     asker, waits = endpoint(stub, api_key="k")
     with pytest.raises(RefusedError, match="context length exceeded"):
         asker.ask(Dialogue.begin(0, {"prompt": "too long"}, chat=False), None)
+    with pytest.raises(RefusedError, match="without content"):
+        asker.ask(Dialogue.begin(0, {"prompt": "silent"}, chat=True), None)
     stub.key = "other"
     with pytest.raises(NextnError, match="wrong key"):
         asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None)

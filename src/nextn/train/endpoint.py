@@ -160,9 +160,10 @@ def _chat(told: Any) -> Answer:
     if not isinstance(message, dict):
         raise RefusedError("an answer without a message")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    return _answer(
-        told, choice, message.get("content") or "", reasoning=reasoning, tool_calls=message.get("tool_calls")
-    )
+    calls = message.get("tool_calls")
+    if message.get("content") is None and not reasoning and not calls:
+        raise RefusedError("an answer without content")
+    return _answer(told, choice, message.get("content") or "", reasoning=reasoning, tool_calls=calls)
 
 
 def _completion(told: Any) -> Answer:
