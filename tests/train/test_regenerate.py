@@ -210,6 +210,20 @@ def test_conversations_by_a_server(stub: Stub, tmp_path: Path, ids: str | None) 
     assert stub.asked == {"a": 1, "b": 1, "go on": 1}
 
 
+def test_a_server_may_move_but_not_change_its_model(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "o.jsonl"
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--limit", "1"])
+    with stub_server() as moved:
+        run(["--endpoint", moved.url, "--prompts", str(prompts), "--out", str(out)])
+        assert moved.asked == {"b": 1}
+        assert len(read(out)) == 2
+        moved.models = ["another"]
+        run(["--endpoint", moved.url, "--prompts", str(prompts), "--out", str(out)], code=2)
+    assert "settings" in capsys.readouterr().err
+
+
 def test_concurrency_is_used_and_bounded(stub: Stub, tmp_path: Path) -> None:
     stub.delay = 0.05
     prompts = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(24)])

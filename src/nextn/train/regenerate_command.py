@@ -104,8 +104,21 @@ def regenerate(
         "top_k": top_k,
         "min_p": min_p,
     }
-    settings = {**options, "seed": seed, "chat": chat, "model": model, "endpoint": endpoint, "served": served_model}
     lines = Lines(prompts)
+    server = None
+    if endpoint is not None:
+        from nextn.train.endpoint import Endpoint
+
+        server = Endpoint(
+            endpoint,
+            model=served_model,
+            api_key=os.environ.get("OPENAI_API_KEY"),
+            options={name: value for name, value in options.items() if value is not None},
+            retries=retries,
+            timeout_seconds=timeout,
+        )
+    # A server may move to another address between two parts of a run; the model that it serves may not change.
+    settings = {**options, "seed": seed, "chat": chat, "model": model, "served": server and server.model}
     count = len(lines) if limit is None else min(limit, len(lines))
     malformed = DataReport()
 
@@ -125,7 +138,7 @@ def regenerate(
                     malformed.reject(str(error), lines.where(number))
 
         def answered() -> Iterator[Answered]:
-            if endpoint is None:
+            if server is None:
                 from nextn.train.local_answers import answer_locally
 
                 loaded = _load(model, head, dtype, device, revision, token, cache_dir)
@@ -134,17 +147,8 @@ def regenerate(
                     loaded, dialogues(), at_once=batch, options=options, draft_tokens=k, seed=seed
                 )
                 return
-            from nextn.train.endpoint import Endpoint
             from nextn.train.endpoint_answers import answer_remotely
 
-            server = Endpoint(
-                endpoint,
-                model=served_model,
-                api_key=os.environ.get("OPENAI_API_KEY"),
-                options={name: value for name, value in options.items() if value is not None},
-                retries=retries,
-                timeout_seconds=timeout,
-            )
             yield from answer_remotely(server, dialogues(), at_once=concurrency, seed=seed)
 
         refused: list[str] = []
