@@ -1,20 +1,17 @@
-"""Without a GPU the kernels run in Triton's interpreter; the variable must be set before Triton is imported.
+"""Without a GPU the kernels run in Triton's interpreter.
 
-The interpreter of Triton 3.6 to 3.9 multiplies the bit patterns of bf16 operands in `tl.dot`, and rounds to bf16 by
+That of Triton 3.6 to 3.9 multiplies the bit patterns of bf16 operands in `tl.dot`, and rounds to bf16 by
 cutting off; here it widens the operands and rounds to nearest, as a GPU does.
 """
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 if not torch.cuda.is_available() and find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"
-
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -60,21 +60,19 @@ class Handler(BaseHTTPRequestHandler):
             server.open += 1
             server.most = max(server.most, server.open)
             failure = server.failures.pop(0) if server.failures else None
-        try:
-            server.wake.wait(server.delay)
-            if server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}":
-                self._send(401, {"error": {"message": "wrong key"}})
-            elif failure == 0:
-                self.connection.close()
-            elif failure is not None:
-                self._send(failure, {"error": {"message": f"mood {failure}"}})
-            elif "return_token_ids" in body and server.ids is None:
-                self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
-            else:
-                self._answer(body)
-        finally:
-            with server.lock:
-                server.open -= 1
+        server.wake.wait(server.delay)
+        with server.lock:
+            server.open -= 1  # Before the client knows, who may ask again at once.
+        if server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}":
+            self._send(401, {"error": {"message": "wrong key"}})
+        elif failure == 0:
+            self.connection.close()
+        elif failure is not None:
+            self._send(failure, {"error": {"message": f"mood {failure}"}})
+        elif "return_token_ids" in body and server.ids is None:
+            self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
+        else:
+            self._answer(body)
 
     def _answer(self, body: dict[str, Any]) -> None:
         chat = self.path == "/v1/chat/completions"
