@@ -95,7 +95,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         ended = build(asked)(given, prog_name="nextn", standalone_mode=False)
         sys.stdout.flush()
-        sys.exit(ended if isinstance(ended, int) else 0)
+        code = ended if isinstance(ended, int) else 0
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # Under torchrun; a thread of PyTorch that still runs can abort an interpreter that shuts down around it.
+            sys.stderr.flush()
+            os._exit(code)
+        sys.exit(code)
     except NextnError as error:
         print(f"error: {error.what}", file=sys.stderr)
         if error.fix:
