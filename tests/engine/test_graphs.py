@@ -28,7 +28,7 @@ from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.kernels.row_plans import RowPlans
 from nextn.models.decoder import Decoder, Drafter
 from nextn.models.load import load_decoder, load_drafter
-from tests.engine.host_rounds import assert_alike
+from tests.engine.host_rounds import assert_alike, fill_outside
 from tests.engine.models import decode
 from tests.oracle.checkpoints import make_checkpoint
 
@@ -131,25 +131,14 @@ def test_padding_works_on_scratch_alone(k: int) -> None:
     """Pages and slots that belong to sequences outside the batch, the first ones among them, keep their bytes."""
     runner, cache, batch = start(BF16, k, others=1)
     executor = GraphExecutor(runner, cache)
-    owned = {*batch.table.flatten().tolist(), executor.page}
-    pages = torch.tensor([p for p in range(cache.k.shape[1]) if p not in owned], device=CUDA)
-    slots = torch.tensor([s for s in range(6) if s not in {*batch.slots.tolist(), executor.slot}], device=CUDA)
-    assert 0 in pages.tolist()
-    assert 0 in slots.tolist()
-    logs = [t[None] for log in cache.logs for t in (log.k, log.u, log.g)]
-    guarded = [(p, pages) for p in (cache.k, cache.v, cache.draft_k, cache.draft_v)]
-    guarded += [(p, slots) for p in (cache.states, cache.conv, *logs)]
-    kept = []
-    for pool, at in guarded:
-        kept.append(torch.randn_like(pool[:, at]))
-        pool[:, at] = kept[-1]
+    unchanged = fill_outside(executor, batch, 6)
     executor.load(batch)
     assert executor.now is not None
     assert executor.now.size == 4
     for _ in range(12):
         executor.launch()
         executor.collect()
-    assert all(torch.equal(pool[:, at], then) for (pool, at), then in zip(guarded, kept, strict=True))
+    unchanged()
 
 
 @pytest.mark.gpu
