@@ -44,20 +44,13 @@ def logged(text: str) -> dict[int, float]:
     return {row["bs"]: round(row["step_ms"], 4) for row in rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sglang", type=Path, metavar="DIR")
-    parser.add_argument("--geometry", default="4b", choices=["0.8b", "4b"])
-    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32])
-    parser.add_argument("--modes", nargs="*", default=["mtp"], choices=["base", "mtp"])
-    parser.add_argument("--seconds", type=int, default=240, help="for each of SGLang's engines")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    mine = ours(options.geometry, options.batch)
-    peer = {mode: theirs(options.sglang, options.geometry, mode, options.seconds) for mode in options.modes}
-    rows = [
+def pair(options: argparse.Namespace, geometry: str) -> list[dict[str, Any]]:
+    """A row a batch size; the peer first, so that nothing else runs while either is measured."""
+    peer = {mode: theirs(options.sglang, geometry, mode, options.seconds) for mode in options.modes}
+    mine = ours(geometry, options.batch)
+    return [
         {
-            "geometry": options.geometry,
+            "geometry": geometry,
             "batch": batch,
             "draft_tokens": 3,
             "nextn_step_ms": mine[batch]["step_ms"],
@@ -67,8 +60,22 @@ def main() -> None:
         }
         for batch in options.batch
     ]
-    result = {**provenance(), "sglang": "0.5.17, attention on Triton", "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sglang", type=Path, metavar="DIR")
+    parser.add_argument("--geometry", nargs="*", default=["4b"], choices=["0.8b", "4b"])
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--modes", nargs="*", default=["mtp"], choices=["base", "mtp"])
+    parser.add_argument("--seconds", type=int, default=240, help="for each of SGLang's engines")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for geometry in options.geometry:
+        rows += pair(options, geometry)
+        result = {**provenance(), "sglang": "0.5.17, attention on Triton", "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(rows, indent=1))
 
 

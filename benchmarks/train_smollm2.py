@@ -58,7 +58,8 @@ from nextn.train.trainer import Trainer
 DRAFT_TOKENS = 3
 ANSWER_TOKENS = 512
 MAX_LENGTH = 768
-TEXT = {"data": ["data-text.jsonl"], "own": ["own.jsonl"], "both": ["own.jsonl", "data-text.jsonl"]}
+OWN, DATA = "own.jsonl", "data-text.jsonl"
+TEXT = {"data": [DATA], "own": [OWN], "both": [OWN, DATA], "own twice, data once": [OWN, OWN, DATA]}
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,12 @@ VARIANTS = (
     _loss("kl, own text", "own", "kl"),
     _loss("lk, own text", "own", "lk"),
     _loss("lk, both texts", "both", "lk"),
-    Variant("best", "best", "both", settings={"loss": "lk"}),
-    Variant("serving-exact", "attention"),
+    Variant("best", "best", "own twice, data once", settings={"loss": "lk", "save": 2000}),
     Variant("causal among recursive rows", "attention", causal=True),
     *(Variant(f"unroll {k}", "unroll", settings={"unroll": k}) for k in (1, 2, 4)),
     *(Variant(f"draft_vocab {n}", "vocabulary", settings={"draft_vocab": n}) for n in (8192, 16384)),
 )
-"""Unroll 3 and the full vocabulary are those of ``serving-exact``."""
+"""The attention that serving has, unroll 3 and the full vocabulary are those of ``kl, own text``."""
 
 
 class CausalContext(contexts.UnrollContext):
@@ -163,7 +163,7 @@ def regenerate(given: argparse.Namespace) -> None:
     visits = work / "regenerate.json"
     before = json.loads(visits.read_text()) if given.first and visits.is_file() else []
     visits.write_text(json.dumps([*before, told]))
-    for name, out in (("prompts", "own.jsonl"), ("held-out-prompts", "held-out.jsonl")):
+    for name, out in (("prompts", OWN), ("held-out-prompts", "held-out.jsonl")):
         if name not in counts:
             continue
         written = sorted(parts.glob(f"{name}-*.out.jsonl"))
@@ -181,7 +181,7 @@ def tokenise(work: Path, limit: int | None) -> None:
     )
     reader = make_reader(config, open_target(config))
     lines = Lines([work / "prompts.jsonl.gz"])
-    with (work / TEXT["data"][0]).open("w") as file:
+    with (work / DATA).open("w") as file:
         for number in range(min(limit or len(lines), len(lines))):
             for d in reader.read(lines[number], DataReport()):
                 row = {"input_ids": list(d.ids), "loss_mask": [int(m) for m in d.loss_mask]}
@@ -231,7 +231,7 @@ def taken(folder: Path) -> Iterator[bool]:
 def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str, Any]:
     """Train one variant and judge it: its row."""
     work: Path = given.work
-    tokens = {"loss": given.tokens, "best": given.best_tokens}.get(variant.group, given.ablation_tokens)
+    tokens = given.best_tokens if variant.group == "best" else given.tokens
     settings = {
         "model": str(work / "target"),
         "data": json.dumps([str(work / name) for name in TEXT[variant.text]]),
@@ -302,7 +302,7 @@ def speed(given: argparse.Namespace) -> None:
     work: Path = given.work
     questions = prompts(work / "held-out.jsonl", PROMPTS)
     rows: list[dict[str, Any]] = []
-    for slug in (None, "serving-exact", "draft_vocab-16384", "draft_vocab-8192", "best"):
+    for slug in (None, "kl-own-text", "draft_vocab-16384", "draft_vocab-8192", "best"):
         head = work / "heads" / slug if slug is not None else None
         if head is None or (head / "config.json").is_file():
             figures = decode_speed(work / "target", head, questions, draft_tokens=DRAFT_TOKENS)
@@ -347,9 +347,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--variants", nargs="*", help="all by default")
-    parser.add_argument("--tokens", type=int, default=12_000_000)
-    parser.add_argument("--best-tokens", type=int, default=40_000_000)
-    parser.add_argument("--ablation-tokens", type=int, default=4_000_000)
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="of each variant but the best")
+    parser.add_argument("--best-tokens", type=int, default=64_000_000)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--eval-tokens", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1.5e-3)
