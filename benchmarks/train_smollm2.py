@@ -240,6 +240,7 @@ def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str
         "loss": "kl",
         "unroll": DRAFT_TOKENS,
         "steps": max(tokens // given.batch_tokens, 2),
+        "optimizer": "muon",
         "lr": given.lr,
         "batch_tokens": given.batch_tokens,
         "max_length": MAX_LENGTH,
@@ -266,6 +267,7 @@ def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str
         "by_ending": judged["domains"],
         "tokens_trained": facts["tokens"],
         "steps": facts["steps"],
+        "optimizer": config.optimizer,
         "lr": config.lr,
         "seconds": facts["seconds"],
         "tokens_per_second": facts["tokens"] / facts["seconds"],
@@ -351,7 +353,7 @@ def main() -> None:
     parser.add_argument("--best-tokens", type=int, default=64_000_000)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--eval-tokens", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no variant after so many")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path)

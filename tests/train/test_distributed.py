@@ -102,6 +102,21 @@ def test_two_processes_take_the_steps_of_one(root: Path, model: Path) -> None:
     assert facts["steps"] == 6
 
 
+def test_two_processes_follow_one_with_muon(root: Path, model: Path) -> None:
+    """Its updates are made in bfloat16, so the losses part in the fourth digit; a killed run goes on alone."""
+    alone = config(root, model, "muon-one", optimizer="muon")
+    runs.trainer(alone).run()
+    together = config(root, model, "muon-two", optimizer="muon", steps=3, schedule="constant", warmup=0)
+    launch(together, 2)
+    straight = config(root, model, "muon-same", optimizer="muon", schedule="constant", warmup=0)
+    runs.trainer(straight).run()
+    runs.trainer(together.model_copy(update={"steps": 6})).run()
+    found, expected = runs.losses(together), runs.losses(straight)
+    assert len(found) == 6
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert runs.losses(alone) != pytest.approx(expected, rel=2e-3)
+
+
 def test_a_run_goes_on_with_another_number_of_processes(root: Path, tied: Path) -> None:
     """Three steps by two processes, the rest by one: the losses of six steps by one. Embedding and output head are one
     sharded tensor here, in bfloat16."""

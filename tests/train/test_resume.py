@@ -59,13 +59,16 @@ def killed_after(steps: int, made: Any) -> None:
             runs.trainer(made).run()
 
 
-@pytest.mark.parametrize(("kills", "save", "seed"), [([5], 2, 0), ([1, 3, 1], 1, 3), ([2, 3, 4], 4, 7)])
+@pytest.mark.parametrize(
+    ("kills", "save", "seed", "optimizer"),
+    [([5], 2, 0, "adamw"), ([1, 3, 1], 1, 3, "adamw"), ([2, 3, 4], 4, 7, "adamw"), ([1, 3], 1, 3, "muon")],
+)
 def test_losses_are_those_of_an_uninterrupted_run(
-    root: Path, tmp_path: Path, kills: list[int], save: int, seed: int
+    root: Path, tmp_path: Path, kills: list[int], save: int, seed: int, optimizer: str
 ) -> None:
     """Killed again and again, over the end of the data; evaluations and the final head are the same too."""
     options: dict[str, Any] = {"steps": 8, "save": save, "seed": seed, "eval": str(root / "eval.jsonl")}
-    options |= {"eval_every": 4, "eval_draft_tokens": 2, "loss": "lk"}
+    options |= {"eval_every": 4, "eval_draft_tokens": 2, "loss": "lk", "optimizer": optimizer}
     whole = runs.config(root, root / "model", **options, output=str(tmp_path / "whole"))
     parts = runs.config(root, root / "model", **options, output=str(tmp_path / "parts"))
     facts = runs.trainer(whole).run()

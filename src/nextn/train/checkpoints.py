@@ -48,7 +48,9 @@ class Checkpoints:
         """Step of the newest checkpoint."""
         return max(self._steps("step"), default=None)
 
-    def save(self, step: int, unroll: HeadUnroll, optimiser: Optimizer, facts: Mapping[str, Any], keep: int) -> None:
+    def save(
+        self, step: int, unroll: HeadUnroll, optimisers: tuple[Optimizer, ...], facts: Mapping[str, Any], keep: int
+    ) -> None:
         """Write ``step-N`` and drop what is no longer needed.
 
         Args:
@@ -57,7 +59,7 @@ class Checkpoints:
         Raises:
             NextnError: the disk is full or fails; the checkpoints before are kept.
         """
-        state = {"head": get_model_state_dict(unroll), "optimiser": get_optimizer_state_dict(unroll, optimiser)}
+        state = {"head": get_model_state_dict(unroll), "optimiser": get_optimizer_state_dict(unroll, optimisers)}
         self._write(f"step-{step}", state, facts)
         if self.processes.first:
             for leftover in self.folder.glob(".*"):  # of writes that were killed
@@ -82,12 +84,12 @@ class Checkpoints:
             raise _damaged(self.folder / f"step-{step}", error) from None
         return facts
 
-    def load(self, step: int, unroll: HeadUnroll, optimiser: Optimizer) -> None:
-        """Put ``step-N`` into head and optimiser."""
-        head, state = get_model_state_dict(unroll), get_optimizer_state_dict(unroll, optimiser)
+    def load(self, step: int, unroll: HeadUnroll, optimisers: tuple[Optimizer, ...]) -> None:
+        """Put ``step-N`` into head and optimisers."""
+        head, state = get_model_state_dict(unroll), get_optimizer_state_dict(unroll, optimisers)
         self._read(f"step-{step}", {"head": head, "optimiser": state})
         set_model_state_dict(unroll, head)
-        set_optimizer_state_dict(unroll, optimiser, state)
+        set_optimizer_state_dict(unroll, optimisers, state)
 
     def load_best(self, step: int, unroll: HeadUnroll) -> None:
         """Put ``best-N`` into the head."""

@@ -75,7 +75,11 @@ class TrainConfig(BaseModel):
     draft_vocab: Whole | str | None = Field(
         None, description="Train over the N most frequent ids of the data, or over those in a draft_vocab.json."
     )
-    lr: Real = Field(3e-4, gt=0, description="Peak learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: orthogonalised momentum for matrices; norms, biases and stacked experts keep AdamW.",
+    )
+    lr: Real = Field(3e-4, gt=0, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
     warmup: Real = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate.")
     weight_decay: Real = Field(0.0, ge=0, description="Of matrices.")

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
 from nextn.errors import NextnError
 from nextn.models.decoder import Decoder
@@ -62,10 +63,7 @@ class HeadStep:
     def __init__(self, begun: Start, config: TrainConfig, processes: Processes, spec: LossSpec) -> None:
         self.model, self.unroll = begun.model, begun.unroll
         self.config, self.processes, self.spec = config, processes, spec
-        matrices = [p for p in self.unroll.parameters() if p.dim() > 1]
-        others = [p for p in self.unroll.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+        self.optimisers = _optimisers(list(self.unroll.parameters()), config)
         self.done = 0
         self._proven = False
         self._cast = config.autocast == "bfloat16" or (config.autocast == "auto" and processes.device.type == "cuda")
@@ -106,8 +104,9 @@ class HeadStep:
         norm = clip_grad_norm_(self.unroll.parameters(), self.config.clip)
         gradient = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         self._check(float(counts[0]), gradient)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         self.done += 1
         means = (sums / counts.clamp_min(1)).tolist()
         by_step = [mean if count else None for mean, count in zip(means, counts.tolist(), strict=True)]
@@ -153,8 +152,9 @@ class HeadStep:
         return config.lr * shape[config.schedule]
 
     def _set_rate(self) -> None:
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.rate()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = self.rate()
 
     def _check(self, rows: float, gradient: float) -> None:
         if not math.isfinite(gradient):
@@ -166,6 +166,22 @@ class HeadStep:
             if gradient == 0:
                 raise NextnError(_INDEPENDENT, _REPORT)
             self._proven = True
+
+
+def _optimisers(parameters: Sequence[nn.Parameter], config: TrainConfig) -> tuple[Optimizer, ...]:
+    """AdamW; or Muon (Jordan et al. 2024) for matrices, its updates as large as AdamW's (Liu et al., arXiv 2502.16982,
+    section 2.2), so that one learning rate serves both."""
+    planes = [p for p in parameters if p.dim() == 2 and config.optimizer == "muon"]
+    left = [p for p in parameters if not (p.dim() == 2 and config.optimizer == "muon")]
+    groups = [
+        {"params": [p for p in left if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in left if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(0.9, 0.95))
+    if not planes:
+        return (adamw,)
+    decay = config.weight_decay
+    return torch.optim.Muon(planes, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw
 
 
 _INDEPENDENT = "The loss does not depend on the head, so that training would change nothing."

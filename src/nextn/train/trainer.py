@@ -206,7 +206,7 @@ class Trainer:
                 f" ({facts['config'][changed[0]]!r}, now {mine.get(changed[0])!r}).",
                 "Give another output, or the settings of that run.",
             )
-        self.checkpoints.load(newest, self.begun.unroll, self.step.optimiser)
+        self.checkpoints.load(newest, self.begun.unroll, self.step.optimisers)
         self.source.load_state_dict(facts["data"])
         self.tally = Tally(**facts["tally"])
         self.step.done = newest
@@ -274,7 +274,7 @@ class Trainer:
             "tally": vars(self.tally),
             "best_step": self.tally.best_step,
         }
-        self.checkpoints.save(self.step.done, self.begun.unroll, self.step.optimiser, facts, self.config.keep)
+        self.checkpoints.save(self.step.done, self.begun.unroll, self.step.optimisers, facts, self.config.keep)
 
     def _unbeaten(self) -> bool:
         """Whether a head was there before that no step is accepted more than."""
