@@ -11,6 +11,7 @@ the next variant that none has taken.
     python -m benchmarks.train_smollm2 train --work DIR        # one head a variant, judged by `nextn eval`
     python -m benchmarks.train_smollm2 speed --work DIR        # decoding with the heads
     python -m benchmarks.train_smollm2 report --work DIR --out benchmarks/results/train-smollm2.json
+        # with --also DIR: and the rows of variants that were trained elsewhere, told apart by their machine
 
 Everything runs through the product's own commands and trainer. One variant trains with a wrong attention on purpose:
 its rows say so.
@@ -90,12 +91,13 @@ VARIANTS = (
     _loss("kl, own text", "own", "kl"),
     _loss("lk, own text", "own", "lk"),
     _loss("lk, both texts", "both", "lk"),
+    Variant("adamw", "optimizer", settings={"optimizer": "adamw"}),
     Variant("best", "best", "own twice, data once", settings={"loss": "lk", "save": 2000}),
     Variant("causal among recursive rows", "attention", causal=True),
     *(Variant(f"unroll {k}", "unroll", settings={"unroll": k}) for k in (1, 2, 4)),
     *(Variant(f"draft_vocab {n}", "vocabulary", settings={"draft_vocab": n}) for n in (8192, 16384)),
 )
-"""The attention that serving has, unroll 3 and the full vocabulary are those of ``kl, own text``."""
+"""The attention that serving has, unroll 3, the full vocabulary and Muon are those of ``kl, own text``."""
 
 
 class CausalContext(contexts.UnrollContext):
@@ -197,7 +199,7 @@ def train(given: argparse.Namespace) -> None:
         facts_file.write_text(
             json.dumps(
                 {
-                    "machine": f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {platform.machine()}",
+                    "machine": f"{torch.cuda.get_device_name()}, {platform.machine()}" if cuda else processor(),
                     "versions": {"torch": torch.__version__, "python": platform.python_version()},
                     "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 }
@@ -214,6 +216,13 @@ def train(given: argparse.Namespace) -> None:
         with taken(work / "claims" / slug) as mine:
             if mine and not row_file.is_file():
                 row_file.write_text(json.dumps(trained(given, variant, work / "heads" / slug), indent=2) + "\n")
+
+
+def processor() -> str:
+    """The CPU's name and its cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 @contextlib.contextmanager
@@ -248,7 +257,7 @@ def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str
         "log_every": 50,
         **variant.settings,
     }
-    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    config = load_config(None, [*(f"{key}={value}" for key, value in settings.items()), *given.set])
     with causal(variant.causal), processes(config.device) as group:
         facts: dict[str, Any] = Trainer(config, group, make_reader, quiet=not given.verbose).run()
     judged = evaluate(given, head)
@@ -318,18 +327,22 @@ def report(given: argparse.Namespace) -> None:
     work: Path = given.work
     order = {v.name: n for n, v in enumerate(VARIANTS)}
     rows = [json.loads(path.read_text()) for path in (work / "rows").glob("*.json")]
+    for other in given.also:
+        told = json.loads((other / "machine.json").read_text())
+        rows += [{**told, **json.loads(path.read_text())} for path in (other / "rows").glob("*.json")]
     facts = json.loads((work / "machine.json").read_text())
     answers = [json.loads(line) for line in (work / "held-out.jsonl").read_text().splitlines()]
     out = {
         **facts,
         "command": "python -m benchmarks.train_smollm2 prepare|regenerate|train|speed|report",
+        "note": "Variants may share a GPU while they train, so tokens_per_second is not the trainer's speed.",
         "regenerate": json.loads((work / "regenerate.json").read_text()),
         "held_out": {
             "questions": len(answers),
             "tokens": sum(sum(row["loss_mask"]) for row in answers),
             "ended": dict(Counter(row["domain"] for row in answers)),
         },
-        "rows": sorted(rows, key=lambda row: order[row["variant"]]),
+        "rows": sorted(rows, key=lambda row: ("machine" in row, order[row["variant"]])),
     }
     if (work / "speed.json").is_file():
         out["decode"] = json.loads((work / "speed.json").read_text())
@@ -354,6 +367,8 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--eval-tokens", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--also", nargs="*", type=Path, default=[], metavar="DIR", help="report: rows of these as well")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of `nextn train`, over all others")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no variant after so many")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path)

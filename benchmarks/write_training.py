@@ -64,23 +64,33 @@ def train_beside(record: dict[str, Any]) -> list[str]:
 
 
 def train_smollm2(record: dict[str, Any]) -> list[str]:
-    lines = ["| variant | accept length | d1 | d2 | d3 | tokens trained |", "|---|---|---|---|---|---|"]
-    for row in record["rows"]:
-        shares = " | ".join(f"{share:.2f}" for share in row["acceptance"])
-        lines.append(
-            f"| {row['variant']} | {row['accept_length']:.2f} | {shares} | {row['tokens_trained'] / 1e6:.1f} million |"
-        )
+    lines = smollm2_rows([row for row in record["rows"] if "machine" not in row])
     wrote, held = record["regenerate"], record["held_out"]
     million = sum(visit["tokens"] for visit in wrote) / 1e6
     rate = max(visit["tokens_per_second"] for visit in wrote) / 1e3
+    told: list[str] = []
+    if elsewhere := [row for row in record["rows"] if "machine" in row]:
+        judged = elsewhere[0]["rounds"]
+        told = ["", f"With fewer tokens on a {elsewhere[0]['machine']}, judged at {judged:,} positions:", ""]
+        told += [*smollm2_rows(elsewhere), ""]
     return [
         *lines,
         "",
         f"K = {record['rows'][0]['draft_tokens']}, greedy, on the model's own answers to {held['questions']} held-out",
         f"questions. `nextn regenerate` wrote {million:.1f} million tokens to train on, up to {rate:.0f} thousand",
         "a second.",
+        *told,
         source("train-smollm2.json", record),
     ]
+
+
+def smollm2_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| variant | accept length | d1 | d2 | d3 | by rounds | tokens trained |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        shares = " | ".join(f"{share:.2f}" for share in row["acceptance"])
+        lengths = f"{row['accept_length']:.2f} | {shares} | {row['accept_length_by_rounds']:.2f}"
+        lines.append(f"| {row['variant']} | {lengths} | {row['tokens_trained'] / 1e6:.2f} million |")
+    return lines
 
 
 def source(name: str, record: dict[str, Any]) -> str:
