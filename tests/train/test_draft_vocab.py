@@ -64,6 +64,23 @@ def test_decoding_drafts_these_ids_alone(root: Path) -> None:
     assert text == {tuple(generate(model, prompt, draft_tokens=0).tokens)}
 
 
+def test_training_goes_on_over_these_ids(root: Path, tmp_path: Path) -> None:
+    """A head that names its ids is trained over them again, unless others are asked for."""
+
+    def listed(name: str, **options: Any) -> list[int] | None:
+        made = runs.config(root, root / "model", steps=1, output=str(tmp_path / name), **options)
+        runs.trainer(made).run()
+        return ids_of(tmp_path / name) if (tmp_path / name / LIST).is_file() else None
+
+    assert listed("path", init=str(root / "head")) == IDS
+    assert listed("full", init=str(root / "head"), draft_vocab="full") is None
+    assert len(listed("most", init=str(root / "head"), draft_vocab=7) or []) == 7
+    assert listed("scratch", init="scratch") is None
+    made = runs.config(root, root / "merged", steps=1, output=str(tmp_path / "native"))
+    runs.trainer(made).run()
+    assert ids_of(tmp_path / "native") == IDS
+
+
 def test_regenerate_drafts_these_ids(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Engine] = []
 

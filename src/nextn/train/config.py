@@ -73,7 +73,9 @@ class TrainConfig(BaseModel):
         3.0, ge=0, description="lk: KL has the weight exp(-lk_eta * acceptance), total variation the rest."
     )
     draft_vocab: Whole | str | None = Field(
-        None, description="Train over the N most frequent ids of the data, or over those in a draft_vocab.json."
+        None,
+        description="Train over the N most frequent ids of the data, over those in a draft_vocab.json, or `full`: all. "
+        "Default: those that the head of `init` drafts already, if it names any.",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",

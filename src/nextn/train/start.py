@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nextn.assets import embedded_model
 from nextn.checkpoint.download import local_folder
+from nextn.checkpoint.draft_ids import draft_ids
 from nextn.checkpoint.source import Checkpoint, open_checkpoint
 from nextn.errors import NextnError
 from nextn.models.blocks import Linear, RMSNorm
@@ -57,6 +58,7 @@ class Start:
         unroll: the head's draft steps as one module; its parameters are the only trainable ones.
         initial: copies of the head's first weights, by name, on the CPU.
         experts: how the head's routed experts are to be stored: ``split`` or ``grouped``.
+        draft_ids: those that the head drafted before, where its folder names them.
     """
 
     checkpoint: Checkpoint
@@ -64,6 +66,7 @@ class Start:
     unroll: HeadUnroll
     initial: dict[str, Tensor]
     experts: str
+    draft_ids: list[int] | None = None
 
 
 def open_target(config: TrainConfig) -> Checkpoint:
@@ -107,7 +110,8 @@ def start(config: TrainConfig, processes: Processes, *, layers: bool = True, pro
     grouped = source is not None and any(
         key.endswith("experts.gate_up_proj") and "mtp" in key for key in source.tensors
     )
-    return Start(checkpoint, model, unroll, initial, "grouped" if grouped else "split")
+    listed = draft_ids(source) if source is not None else None
+    return Start(checkpoint, model, unroll, initial, "grouped" if grouped else "split", listed)
 
 
 def _head_source(config: TrainConfig, checkpoint: Checkpoint) -> Checkpoint | None:

@@ -165,19 +165,20 @@ class Trainer:
 
     def _draft_vocab(self, vocab: int) -> Tensor | None:
         """[ids] ascending."""
-        wanted = self.config.draft_vocab
-        if wanted is None:
-            return None
+        wanted, device = self.config.draft_vocab, self.processes.device
         if isinstance(wanted, int):
-            ids = frequent_ids(self.source.once(), wanted, vocab)
-        else:
-            listed = listed_ids(read_json(Path(wanted)), wanted)
-            if listed[-1] >= vocab:
-                raise NextnError(
-                    f"{wanted} names id {listed[-1]}, and the vocabulary has {vocab}.", "Name ids of this model."
-                )
-            ids = torch.tensor(listed)
-        return ids.to(self.processes.device)
+            return frequent_ids(self.source.once(), wanted, vocab).to(device)
+        if wanted == "full":
+            return None
+        listed = self.begun.draft_ids if wanted is None else listed_ids(read_json(Path(wanted)), wanted)
+        if listed is None:
+            return None
+        if listed[-1] >= vocab:
+            name = wanted or "The draft vocabulary of init"
+            raise NextnError(
+                f"{name} names id {listed[-1]}, and the vocabulary has {vocab}.", "Name ids of this model."
+            )
+        return torch.tensor(listed, device=device)
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between parts of one run."""
