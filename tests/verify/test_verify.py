@@ -328,6 +328,19 @@ def test_a_text_too_short_to_say_anything_is_refused() -> None:
     assert int(cut[1].positions[0, 0]) == 0
 
 
+def test_the_probe_drafts_from_the_ids_that_the_head_names(tmp_path: Path, text: list[int], tiny: Decoder) -> None:
+    whole, few = probe(tiny, text, 2), probe(tiny, text, 2, range(0, tiny.config.vocab, 2))
+    assert (whole.draft_vocab, few.draft_vocab) == (None, tiny.config.vocab // 2)
+    assert few.head.kept[0] < whole.head.kept[0]
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_model(), folder)
+    (folder / "draft_vocab.json").write_text(json.dumps({"ids": list(range(0, tiny.config.vocab, 2))}))
+    (tmp_path / "ids.json").write_text(json.dumps(text))
+    said = run(str(folder), "--probe", str(tmp_path / "ids.json"), "-k", "2", "--device", "cpu")
+    assert f"drafts from the {tiny.config.vocab // 2:,} ids that the head names" in said.stdout
+    assert f"{few.head.acceptance[0]:.3f}  {few.head.acceptance[1]:.3f}" in said.stdout
+
+
 def test_the_command_probes_text_and_ids(tmp_path: Path, text: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ids.json").write_text(json.dumps(text[:600]))
     options: dict[str, Any] = {"engine": None, "engine_python": None, "draft_tokens": 1, "tokens": 600}

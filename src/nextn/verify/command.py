@@ -82,7 +82,8 @@ def _probe(checkpoint: Checkpoint, file: Path, draft_tokens: int, tokens: int, d
         ids = loaded.tokenizer.encode(raw)
     layers = loaded.target.config.head_layers
     reused = loaded.target.config.family.physical_layers == "reuse"
-    return probe(loaded.target, ids[:tokens], draft_tokens if reused else min(draft_tokens, layers))
+    steps = draft_tokens if reused else min(draft_tokens, layers)
+    return probe(loaded.target, ids[:tokens], steps, api.draft_vocabulary(loaded, None))
 
 
 def _ids(raw: str, file: Path, vocab: int) -> list[int]:
@@ -139,6 +140,8 @@ def _lines(
         lines += [f"            stubbed: {package} ({why})" for package, why in load.stubs.items()]
     if probed:
         lines.append(f"  probe     {'passed' if probed.passed else 'failed'}: {probed.tokens} tokens of text")
+        if probed.draft_vocab is not None:
+            lines.append(f"            drafts from the {probed.draft_vocab:,} ids that the head names")
         lines.append(f"            {'as the family says':<20} {_shares(probed.head.acceptance)}")
         for control in probed.controls:
             lines.append(f"            {control.name:<20} {_shares(control.counts.acceptance)}  {control.judgement}")

@@ -48,12 +48,14 @@ class Probe:
 
     Attributes:
         tokens: of text judged; rounds: places where K drafts could be judged.
+        draft_vocab: how many ids the head drafts; None: all.
         suspects: controls that the head does not beat, as it should.
         warnings: what does not fail a head and is not as one would expect of a trained one.
     """
 
     tokens: int
     draft_tokens: int
+    draft_vocab: int | None
     head: Counts
     controls: tuple[Control, ...]
 
@@ -77,6 +79,7 @@ class Probe:
             "passed": self.passed,
             "tokens": self.tokens,
             "draft_tokens": self.draft_tokens,
+            "draft_vocab": self.draft_vocab,
             "head": self.head.as_json(),
             "controls": [
                 {"name": c.name, "mistake": c.mistake, "judgement": c.judgement, **c.counts.as_json()}
@@ -108,23 +111,25 @@ def documents(ids: Sequence[int]) -> list[PackedBatch]:
     return [pack([Document(cut, [True] * len(cut))]) for cut in cuts if len(cut) >= 16]
 
 
-def probe(model: Decoder, ids: Sequence[int], draft_tokens: int) -> Probe:
+def probe(model: Decoder, ids: Sequence[int], draft_tokens: int, draft_ids: Sequence[int] | None = None) -> Probe:
     """Judge a head and its controls on a text.
 
     Args:
         model: target and head; its head is left as it was.
         draft_tokens: K.
+        draft_ids: that the head drafts, ascending; None: all.
     Raises:
         NextnError: the text is too short, or the family has fewer layers than K.
     """
     batches = [batch.to(model.embed.weight.device) for batch in documents(ids)]
+    listed = torch.tensor(draft_ids, device=model.embed.weight.device) if draft_ids is not None else None
     states = {id(batch.ids): target_states_of(model, batch) for batch in batches}
 
     def judge(mistake: str = "") -> tuple[int, Counts]:
         def unroll(model: Decoder, batch: PackedBatch, steps: int) -> Unrolled:
             return unrolled(model, batch, steps, states[id(batch.ids)], mistake)
 
-        found = evaluate(model, batches, draft_tokens=draft_tokens, unroll=unroll)
+        found = evaluate(model, batches, draft_tokens=draft_tokens, draft_ids=listed, unroll=unroll)
         return found.tokens, found.greedy.total
 
     tokens, healthy = judge()
@@ -133,7 +138,8 @@ def probe(model: Decoder, ids: Sequence[int], draft_tokens: int) -> Probe:
         with made(model, name):
             counts = judge(name)[1]
         controls.append(Control(name, text, counts, compare(counts, healthy)))
-    return Probe(tokens, draft_tokens, healthy, tuple(controls))
+    count = len(draft_ids) if draft_ids is not None else None
+    return Probe(tokens, draft_tokens, count, healthy, tuple(controls))
 
 
 def mistakes(model: Decoder) -> dict[str, str]:
