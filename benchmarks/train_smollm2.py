@@ -92,7 +92,7 @@ VARIANTS = (
     _loss("lk, own text", "own", "lk"),
     _loss("lk, both texts", "both", "lk"),
     Variant("adamw", "optimizer", settings={"optimizer": "adamw"}),
-    Variant("best", "best", "own twice, data once", settings={"loss": "lk", "save": 2000}),
+    Variant("best", "best", "own twice, data once", settings={"save": 2000}),
     Variant("causal among recursive rows", "attention", causal=True),
     *(Variant(f"unroll {k}", "unroll", settings={"unroll": k}) for k in (1, 2, 4)),
     *(Variant(f"draft_vocab {n}", "vocabulary", settings={"draft_vocab": n}) for n in (8192, 16384)),
