@@ -8,6 +8,7 @@ from pathlib import Path
 from nextn.models.decoder import Decoder
 from nextn.train.config import TrainConfig
 from nextn.train.hidden_cache import write_cache
+from nextn.train.identity import target_identity
 from nextn.train.load_target import load_target
 from nextn.train.processes import Processes, processes
 from nextn.train.shard import shard
@@ -20,11 +21,14 @@ def write(config: TrainConfig, out: Path, batches: int, shard_bytes: int) -> Non
     """This process's part."""
     with processes("cpu") as group:
         checkpoint = open_target(config)
-        model = load_target(checkpoint, target_dtype(config, checkpoint, group.device), group)
+        dtype = target_dtype(config, checkpoint, group.device)
+        model = load_target(checkpoint, dtype, group)
         assert isinstance(model, Decoder)
         shard(model, None, group)
         source = DataSource(config, runs.reader(config, checkpoint), Processes(0, 1, group.device))
-        write_cache(model, source, config, out, batches, group, shard_bytes=shard_bytes)
+        write_cache(
+            model, target_identity(checkpoint, dtype), source, config, out, batches, group, shard_bytes=shard_bytes
+        )
 
 
 if __name__ == "__main__":

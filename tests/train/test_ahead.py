@@ -66,6 +66,6 @@ def test_an_error_reaches_the_step_that_wants_the_batch(config: TrainConfig, tmp
     (tmp_path / "empty.jsonl").write_text('{"input_ids": [1]}\n')
     made = Ahead(source(config.model_copy(update={"data": [str(tmp_path / "empty.jsonl")]})))
     for _ in range(2):
-        with pytest.raises(NextnError, match="nothing to learn from"):
+        with pytest.raises(NextnError, match="no token to predict in"):
             made.take()
     made.close()

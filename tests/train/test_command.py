@@ -59,7 +59,7 @@ def test_lines_for_people(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr()
     assert "step 3/3  loss " in said.err
     assert said.out.startswith("3 steps, ")
-    assert "2 malformed and not used, e.g. " in said.out
+    assert "2 malformed lines, not used:\n  1 x " in said.out
     assert said.out.rstrip().endswith(f"head: {root / 'head'}")
 
 

@@ -137,6 +137,7 @@ def test_every_form_of_line(chat_reader: LineReader) -> None:
     [
         ("", "empty line"),
         ("{", "not JSON"),
+        ('{"text": "caf\udce9"}', "not UTF-8"),
         ("[1]", "not a JSON object"),
         ('{"prompt": "x"}', "none of text"),
         ('{"text": ""}', "text is not text"),
@@ -158,7 +159,7 @@ def test_every_form_of_line(chat_reader: LineReader) -> None:
 )
 def test_every_kind_of_malformed_line_is_named(chat_reader: LineReader, line: str, reason: str) -> None:
     with pytest.raises(MalformedError, match=reason):
-        chat_reader.read(line.encode(), DataReport())
+        chat_reader.read(line.encode("utf-8", "surrogateescape"), DataReport())
 
 
 def test_a_model_without_tokenizer_or_template_says_so(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_malformed_lines_are_counted_once_and_reported(tmp_path: Path) -> None:
     "lines", [[], [{"input_ids": [1, 2]}], [{"x": 1}], [{"input_ids": [1] * 9, "loss_mask": [0] * 9}]]
 )
 def test_nothing_to_learn_is_an_error(tmp_path: Path, lines: list[Any]) -> None:
-    with pytest.raises(NextnError, match="nothing to learn"):
+    with pytest.raises(NextnError, match="no token to predict in"):
         next(make(write(tmp_path / "a.jsonl", lines)))
 
 

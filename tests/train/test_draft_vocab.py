@@ -81,6 +81,22 @@ def test_training_goes_on_over_these_ids(root: Path, tmp_path: Path) -> None:
     assert ids_of(tmp_path / "native") == IDS
 
 
+def test_a_folder_stands_for_its_list_and_coverage_is_told(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = f"data={root / 'data.jsonl'}", f"output={tmp_path / 'a'}"
+    given = [data, f"model={root / 'model'}", "steps=2", "batch_tokens=512", "max_length=32", "device=cpu"]
+    call("train", *given, output, f"draft_vocab={root / 'head'}")
+    assert ids_of(tmp_path / "a") == IDS
+    assert "draft vocabulary: 20 ids, " in capsys.readouterr().err
+    few = json.loads((root / "data.jsonl").read_text().splitlines()[0])["input_ids"][:2]
+    (tmp_path / "few.json").write_text(json.dumps({"ids": few}))
+    call("train", *given, f"output={tmp_path / 'b'}", f"draft_vocab={tmp_path / 'few.json'}")
+    assert ", too little to draft from" in capsys.readouterr().err
+    with pytest.raises(NextnError, match="there is no file"):
+        runs.trainer(runs.config(root, root / "model", output=str(tmp_path / "c"), draft_vocab="nowhere"))
+
+
 def test_regenerate_drafts_these_ids(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Engine] = []
 

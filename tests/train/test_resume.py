@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nextn.errors import NextnError
 from nextn.train.export import write_head
@@ -107,6 +109,26 @@ def test_a_real_kill(root: Path) -> None:
         straight._one_step(None)
     assert straight.tally.loss == resumed.tally.loss
     assert [p.name for p in (Path(made.output) / "checkpoints").glob("step-*")] == [f"step-{begun}"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_ends_a_run_with_a_checkpoint(root: Path, tmp_path: Path, number: int, code: int) -> None:
+    made = runs.config(root, root / "model", steps=4000, save=4000, output=str(tmp_path / "head"))
+    words = [f"{k}={v}" for k, v in made.model_dump(exclude_none=True).items() if k not in ("data", "resume")]
+    command = [sys.executable, "-m", "nextn.cli", "train", f"data={made.data[0]}", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    log = Path(made.output) / "logs" / "log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and len(log.read_text().splitlines()) > 5) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    done = runs.trainer(made).step.done
+    assert done > 5
+    assert f"stopped after step {done}; the same command goes on from there" in said
+    assert len(runs.losses(made)) == done
 
 
 def test_checkpoints_kept(root: Path) -> None:
@@ -219,7 +241,7 @@ def test_cached_states_give_the_same_losses(root: Path, init: str, tmp_path: Pat
     out = tmp_path / "cache"
     for count in (2, 5):
         source = runs.trainer(online).source
-        facts = write_cache(made.begun.model, source, online, out, count, ALONE, shard_bytes=10_000)  # type: ignore[arg-type]
+        facts = write_cache(made.begun.model, made.identity, source, online, out, count, ALONE, shard_bytes=10_000)  # type: ignore[arg-type]
     assert facts["batches"] == 5
     assert len(facts["shards"]) > 2
     made.run()
@@ -240,7 +262,7 @@ def test_a_cache_that_fills_the_disk_is_completed_later(root: Path, tmp_path: Pa
 
     def cache(count: int, name: str) -> dict[str, Any]:
         begun = runs.trainer(made)
-        return write_cache(begun.begun.model, begun.source, made, tmp_path / name, count, ALONE)  # type: ignore[arg-type]
+        return write_cache(begun.begun.model, begun.identity, begun.source, made, tmp_path / name, count, ALONE)  # type: ignore[arg-type]
 
     cache(1, "cut")
     with files_of_at_most(1000), pytest.raises(NextnError, match="cannot be written"):
@@ -253,12 +275,12 @@ def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
     runs.target(tmp_path / "other", "qwen3_5", seed=1)
     made = runs.config(root, root / "model", steps=1)
     one = runs.trainer(made)
-    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
+    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
     with pytest.raises(NextnError, match="another target"):
         runs.trainer(runs.config(root, tmp_path / "other", cache=str(tmp_path / "cache"), output=str(tmp_path / "h")))
     other = runs.config(root, root / "model", seed=7)
     with pytest.raises(NextnError, match="another seed"):
-        write_cache(one.begun.model, one.source, other, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
+        write_cache(one.begun.model, one.identity, one.source, other, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
     (tmp_path / "cache" / "states-00000.safetensors").write_bytes(b"\0" * 64)
     broken = runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
     with pytest.raises(NextnError, match="cannot be read"):
@@ -268,11 +290,80 @@ def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
         runs.trainer(broken)
 
 
+def retouched(source: Path, out: Path) -> Path:
+    """A copy whose first layer was fine-tuned; embedding and output head are the same."""
+    shutil.copytree(source, out)
+    weights = load_file(out / "model.safetensors")
+    name = next(k for k, v in weights.items() if "layers.0." in k and k.startswith("model") and v.dim() == 2)
+    weights[name] *= 1.2
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_a_fine_tune_is_another_target_and_another_head_is_not(root: Path, tmp_path: Path) -> None:
+    made = runs.config(root, root / "model", steps=1, output=str(tmp_path / "head"), merge=str(tmp_path / "merged"))
+    one = runs.trainer(made)
+    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
+    one.run()
+    fine = retouched(root / "model", tmp_path / "fine")
+    told = runs.trainer(runs.config(root, fine, output=str(tmp_path / "a"))).identity
+    assert told != one.identity
+    with pytest.raises(NextnError, match="another target"):
+        runs.trainer(runs.config(root, fine, cache=str(tmp_path / "cache"), output=str(tmp_path / "b")))
+    with pytest.raises(NextnError, match="another model"):
+        write_cache(one.begun.model, told, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
+    other = runs.config(root, tmp_path / "merged", cache=str(tmp_path / "cache"), output=str(tmp_path / "c"))
+    assert runs.trainer(other).identity == one.identity
+    low = runs.config(root, root / "model", target_dtype="bfloat16", output=str(tmp_path / "d"))
+    assert runs.trainer(low).identity != one.identity
+
+
+def test_refuses_to_go_on_with_another_target_or_other_data_under_the_same_path(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "model", tmp_path / "model")
+    shutil.copy(root / "data.jsonl", tmp_path / "data.jsonl")
+    options: dict[str, Any] = {"steps": 2, "output": str(tmp_path / "head")}
+    made = runs.config(tmp_path, tmp_path / "model", **options)
+    source = runs.trainer(made).source
+    write_cache(runs.trainer(made).begun.model, "m", source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
+    runs.trainer(made).run()
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "data.jsonl").read_bytes())
+    longer = {**options, "steps": 3}
+    assert (
+        runs.trainer(runs.config(tmp_path, tmp_path / "model", **longer, data=str(tmp_path / "copy.jsonl"))).step.done
+        == 2
+    )
+    lines = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "data.jsonl").write_text("".join(reversed(lines)))
+    with pytest.raises(NextnError, match="other data"):
+        runs.trainer(runs.config(tmp_path, tmp_path / "model", **longer))
+    again = runs.trainer(runs.config(tmp_path, tmp_path / "model", output=str(tmp_path / "new")))
+    with pytest.raises(NextnError, match="content of its data"):
+        write_cache(again.begun.model, "m", again.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    shutil.rmtree(tmp_path / "model")
+    retouched(root / "model", tmp_path / "model")
+    with pytest.raises(NextnError, match="another target"):
+        runs.trainer(runs.config(tmp_path, tmp_path / "model", **longer))
+
+
+def test_refuses_settings_that_contradict_a_cache(root: Path, tmp_path: Path) -> None:
+    made = runs.config(root, root / "model", steps=1)
+    one = runs.trainer(made)
+    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"cache": str(tmp_path / "cache"), "output": str(tmp_path / "h")}
+    for wrong in ({"batch_tokens": 64}, {"max_length": 30}, {"seed": 3}, {"data": "elsewhere.jsonl"}):
+        (name,) = wrong
+        with pytest.raises(NextnError, match=f"was written with {name}"):
+            runs.trainer(runs.config(root, root / "model", **{**options, **wrong}))
+    runs.trainer(runs.config(root, root / "model", **options, seed=3, init="scratch"))
+    runs.trainer(runs.config(root, root / "model", **options))
+
+
 def test_a_cache_goes_round(root: Path, tmp_path: Path) -> None:
     """More steps than batches: the batches come again in the same order."""
     made = runs.config(root, root / "model", steps=1)
     one = runs.trainer(made)
-    write_cache(one.begun.model, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
+    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
     source = runs.trainer(
         runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
     ).source

@@ -300,13 +300,14 @@ def test_refuses_to_write_over_a_checkpoint(tmp_path: Path) -> None:
     model = runs.target(tmp_path / "model", "qwen3_5")
     before = (model / "model.safetensors").read_bytes()
     refused("not of a training run", root=tmp_path, model=model, output=str(model))
+    refused("holds other files", root=tmp_path, model=model, output=str(tmp_path))
     assert (model / "model.safetensors").read_bytes() == before
 
 
 def test_refuses_data_without_tokens_to_predict(tmp_path: Path, hybrid: Path) -> None:
     lines = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1, 1, 0, 0]}] * 3
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    refused("nothing to learn", root=tmp_path, model=hybrid)
+    refused("no token to predict in", root=tmp_path, model=hybrid)
 
 
 def test_refuses_ce_whose_tokens_are_outside_the_draft_vocabulary(tmp_path: Path, hybrid: Path) -> None:

@@ -13,6 +13,7 @@ from nextn.checkpoint.source import Checkpoint
 from nextn.errors import NextnError
 from nextn.train.config import TrainConfig, describe, load_config
 from nextn.train.documents import LineReader
+from nextn.train.formats import DataReport
 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", help="A YAML file, and keys over it.")
@@ -76,10 +77,13 @@ def cache(
     config = read_settings(settings or [])
     if not config.data:
         raise NextnError("No training data is named.", "Give data=FILE.jsonl.")
+    if config.cache is not None:
+        raise NextnError(f"cache={config.cache} names hidden states to train from.", "Leave it out, or null it.")
 
     from nextn.engine.progress import loading
     from nextn.models.decoder import Decoder
     from nextn.train.hidden_cache import write_cache
+    from nextn.train.identity import target_identity
     from nextn.train.load_target import load_target
     from nextn.train.processes import Processes, processes
     from nextn.train.progress import Progress
@@ -90,6 +94,7 @@ def cache(
     with processes(config.device) as group:
         checkpoint = open_target(config)
         dtype = target_dtype(config, checkpoint, group.device)
+        identity = target_identity(checkpoint, dtype)
         with loading(sys.stderr) as progress:
             model = load_target(checkpoint, dtype, group, progress=progress if group.first else None)
         assert isinstance(model, Decoder)
@@ -97,19 +102,22 @@ def cache(
         source = DataSource(config, make_reader(config, checkpoint), Processes(0, 1, group.device))
         count = batches if batches is not None else config.steps * (config.accumulation or group.world)
         with Progress("caching", "batches", count, sys.stderr) as bar:
-            facts = write_cache(model, source, config, out, count, group, progress=bar.at if group.first else None)
+            told = bar.at if group.first else None
+            facts = write_cache(model, identity, source, config, out, count, group, progress=told)
     if not group.first:
         return
     stored = sum((out / shard["file"]).stat().st_size for shard in facts["shards"])
     if as_json:
         print(json.dumps({"out": str(out), "batches": facts["batches"], "bytes": stored, "data": facts.get("report")}))
     else:
-        print(f"{out}: {facts['batches']} batches, {stored / 1e9:.2f} GB")
+        print(f"{out}: {facts['batches']} batches, {stored / 1e6:,.1f} MB")
 
 
 def read_settings(words: list[str]) -> TrainConfig:
     """A YAML file, if the first word is one, and ``key=value`` words."""
     if words and "=" not in words[0]:
+        if words[0] in TrainConfig.model_fields:
+            raise NextnError(f"{words[0]} is a key without a value.", f"Write {words[0]}=VALUE.")
         return load_config(Path(words[0]), words[1:])
     return load_config(None, words)
 
@@ -140,10 +148,9 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
         return
     rate = facts["tokens"] / facts["seconds"] if facts["seconds"] else 0.0
     print(f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.1f} s ({rate:,.0f} tokens/s)")
-    data = facts["data"]
-    bad = sum(data.get("malformed", {}).values())
-    if bad:
-        print(f"data: {data['lines']} lines, {bad} malformed and not used, e.g. {data['examples'][0]}")
+    report = DataReport(**facts["data"])
+    if report.malformed:
+        print("\n".join(report.summary()))
     for name in ("before", "after"):
         if facts[name] is not None:
             figures = facts[name]

@@ -23,6 +23,8 @@ def _no_bool(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
+    if value is None:
+        return []
     return [value] if isinstance(value, str) else value
 
 
@@ -45,7 +47,8 @@ class TrainConfig(BaseModel):
         None, description="Target: checkpoint folder or hub repository. Default: the embedded model."
     )
     data: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        [], description="Training files (.jsonl, .jsonl.gz): a path or a list. Not needed with `cache`."
+        [],
+        description="Training files (.jsonl, .jsonl.gz): a path or a list, [a.jsonl,b.jsonl]. Not needed with `cache`.",
     )
     output: str = Field(
         "nextn-head",
@@ -67,7 +70,7 @@ class TrainConfig(BaseModel):
         "lk_log (-log acceptance), tv (1 - acceptance).",
     )
     loss_weights: list[Real] | None = Field(
-        None, description="Weight of each draft step's loss, `unroll` numbers. Default: 0.8^(k-1)."
+        None, description="Weight of each draft step's loss, `unroll` numbers, e.g. [1,0.8,0.6]. Default: 0.8^(k-1)."
     )
     lk_eta: Real = Field(
         3.0, ge=0, description="lk: KL has the weight exp(-lk_eta * acceptance), total variation the rest."
@@ -86,7 +89,9 @@ class TrainConfig(BaseModel):
     warmup: Real = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate.")
     weight_decay: Real = Field(0.0, ge=0, description="Of matrices.")
     clip: Real = Field(1.0, gt=0, description="Largest norm of the gradient.")
-    batch_tokens: Whole = Field(512, ge=8, description="Tokens of a packed batch: one forward of one process.")
+    batch_tokens: Whole = Field(
+        512, ge=8, description="Tokens of a packed batch, one forward of one process; `max_length` or more."
+    )
     max_length: Whole = Field(512, ge=4, description="Tokens of a document at most; longer ones are cut.")
     accumulation: Whole | None = Field(
         None,
@@ -100,7 +105,7 @@ class TrainConfig(BaseModel):
     autocast: Annotated[Literal["auto", "bfloat16", "off"], BeforeValidator(_off)] = Field(
         "auto", description="Arithmetic of the head, whose weights are float32. auto: bfloat16 on a GPU, off on a CPU."
     )
-    device: str = Field("auto", description="auto, cpu, cuda.")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1.")
     eval: str | None = Field(None, description="Held-out file, same formats as `data`.")
     eval_every: Whole = Field(100, ge=1, description="Steps between evaluations; one more precedes the first step.")
     eval_tokens: Whole = Field(16384, ge=8, description="Tokens of an evaluation.")
@@ -125,9 +130,9 @@ class TrainConfig(BaseModel):
 
 RUN_ONLY = frozenset(
     {"output", "merge", "steps", "save", "keep", "resume", "log_every", "wandb", "eval", "eval_every", "device"}
-    | {"eval_tokens", "eval_draft_tokens", "keep_best"}
+    | {"eval_tokens", "eval_draft_tokens", "keep_best", "data"}
 )
-"""Keys that may change between a run and its continuation."""
+"""Keys that may change between a run and its continuation; of the data it is the content that must not."""
 
 
 def load_config(path: Path | None, words: Sequence[str] = ()) -> TrainConfig:
@@ -140,7 +145,9 @@ def load_config(path: Path | None, words: Sequence[str] = ()) -> TrainConfig:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise NextnError(f"{word[:80]!r} is no key=value.", "Write overrides as key=value, e.g. steps=200.")
+            raise NextnError(
+                f"{word[:80]!r} is no key=value.", "Write one YAML file first, then overrides, e.g. steps=200."
+            )
         values[key.strip()] = _parse(key.strip(), text)
     for key in values:
         _refuse_unknown(key)
@@ -207,12 +214,18 @@ def _explain(error: ValidationError, values: Mapping[str, Any]) -> NextnError:
     key = str(first["loc"][0])
     choices = _choices(key)
     given = values.get(key)
+    if given is None or isinstance(given, bool):
+        given = _SPELLED[given]
     if choices:
         near = difflib.get_close_matches(str(given), choices, 1, 0.5)
         hint = f"Did you mean {near[0]}? " if near else ""
         return NextnError(f"{key} is {str(given)[:60]!r}.", f"{hint}Choose {', '.join(choices)}.")
     message = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
     return NextnError(f"{key} is {str(given)[:60]!r}: {message[:1].lower()}{message[1:]}.", _meaning(key))
+
+
+_SPELLED = {None: "null", True: "true", False: "false"}
+"""As YAML spells them."""
 
 
 def _choices(key: str) -> list[str]:
@@ -252,7 +265,7 @@ def describe() -> str:
         choices = _choices(name)
         default = info.get_default()
         shown = "none" if default is None or default == [] else str(default).lower()
-        kind = " | ".join(choices) if choices else _kind(name)
+        kind = " | ".join(choices) if choices else _kind(name) + _bounds(name)
         lines += [f"{name} ({kind}; default {shown})", f"    {info.description}"]
     return "\n".join(lines)
 
@@ -263,6 +276,18 @@ def _kind(name: str) -> str:
     types = _plain_types(TrainConfig.model_fields[name].annotation)
     words = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     return " or ".join(word for kind, word in words.items() if kind in types)
+
+
+def _bounds(name: str) -> str:
+    """Which numbers a key takes."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [
+        f"{word} {getattr(bound, kind):g}"
+        for bound in TrainConfig.model_fields[name].metadata
+        for kind, word in words.items()
+        if hasattr(bound, kind) and getattr(bound, kind) < 2**53
+    ]
+    return f" {' and '.join(found)}" if found else ""
 
 
 def _plain_types(annotation: Any) -> set[Any]:

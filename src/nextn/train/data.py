@@ -111,8 +111,8 @@ class Batches:
         )
         self._rest = None
 
-    def _identity(self) -> list[int]:
-        return [len(self.lines), self.seed, self.batch_tokens, self.reader.max_length or 0, int(self.shuffle)]
+    def _identity(self) -> list[int | str]:
+        return [self.lines.identity, self.seed, self.batch_tokens, self.reader.max_length or 0, int(self.shuffle)]
 
     def _take(self) -> list[Document] | None:
         """The next batch of the global sequence; None at the end of the last epoch."""
@@ -146,7 +146,9 @@ class Batches:
         ended = line == len(order)
         self.report = report
         if ended and at.epoch == 0 and not report.loss_tokens:
-            raise NextnError(self._nothing(report), "Check the format of the lines and the roles in them.")
+            raise NextnError(
+                self._nothing(report), "Give one JSON object a line, in UTF-8, with a text or an assistant's turns."
+            )
         groups = bins([len(d.ids) for _, d in found], self.batch_tokens)
         carried: list[int] = []
         if not ended and len(groups) > 1:
@@ -185,7 +187,8 @@ class Batches:
         bad = sum(report.malformed.values())
         said = f"{len(self.lines)} lines, {bad} malformed, {report.without_loss} without a token to predict"
         example = f" ({report.examples[0]})" if report.examples else ""
-        return f"The data gives nothing to learn from: {said}{example}."
+        names = ", ".join(str(path) for path in self.lines.paths[:3]) + (" ..." if len(self.lines.paths) > 3 else "")
+        return f"There is no token to predict in {names}: {said}{example}."
 
 
 def batches(

@@ -102,7 +102,7 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     try:
         line = parse_json(raw, "line")
     except NextnError:
-        raise MalformedError("not JSON") from None
+        raise MalformedError(_not_json(raw)) from None
     if not isinstance(line, dict):
         raise MalformedError("not a JSON object")
     if not isinstance(line.get("tools"), list | None):
@@ -110,6 +110,14 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     if not isinstance(line.get("chat_template_kwargs"), dict | None):
         raise MalformedError("chat_template_kwargs is not an object")
     return line
+
+
+def _not_json(raw: bytes) -> str:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    return "not JSON"
 
 
 def conversation(line: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from nextn.checkpoint.jsonfile import read_json
 from nextn.errors import NextnError
-from nextn.models.decoder import Decoder, Drafter
+from nextn.models.decoder import Decoder
 from nextn.train.config import TrainConfig
 from nextn.train.export import write_json, write_tensors
 from nextn.train.layout import Layout
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
-from nextn.train.shard import gathered
 from nextn.train.source import Source
 from nextn.train.step import Item
 from nextn.train.unroll import TargetStates, target_states
@@ -38,17 +36,9 @@ PLACES = ("ids", "positions", "documents", "loss_mask")
 SETTINGS = ("data", "batch_tokens", "max_length", "seed")
 
 
-def fingerprint(model: Drafter) -> str:
-    """Tells targets apart: a hash of the output head's first rows, of the geometry and of the dtype."""
-    weight = model.output_weight
-    # A copy: memory that numpy has seen cannot be freed when a sharded weight is let go.
-    rows = weight[:64].detach().to("cpu", torch.float32, copy=True).numpy().tobytes()
-    shape = f"{tuple(weight.shape)} {weight.dtype} {model.config.layers} {model.config.family.name}"
-    return hashlib.sha256(rows + shape.encode()).hexdigest()[:32]
-
-
 def write_cache(
     model: Decoder,
+    identity: str,
     source: Source,
     config: TrainConfig,
     out: Path,
@@ -64,6 +54,7 @@ def write_cache(
 
     Args:
         model: the target, sharded where there are several processes.
+        identity: the target's, see `target_identity`.
         source: of one process: each reads the whole sequence.
         progress: called with the batches done, of all processes.
     Returns:
@@ -71,12 +62,12 @@ def write_cache(
     Raises:
         NextnError: `out` holds a cache of other data, of another model or with other settings.
     """
-    with gathered(model):
-        wanted = {"model": fingerprint(model), **{name: getattr(config, name) for name in SETTINGS}}
+    wanted = {"model": identity, **{name: getattr(config, name) for name in SETTINGS}}
     facts: dict[str, Any] = {**wanted, "batches": 0, "shards": [], "state": source.state_dict()}
     if (out / FACTS).is_file():
-        facts = read_json(out / FACTS)
-        _require_same(facts, wanted, out)
+        begun = read_json(out / FACTS)
+        _require_same(begun, {**wanted, "state": facts["state"]}, out)
+        facts = begun
         source.load_state_dict(facts["state"])
     processes.wait()
     out.mkdir(parents=True, exist_ok=True)
@@ -122,6 +113,24 @@ def _states(model: Decoder, batch: PackedBatch) -> TargetStates:
     return target_states(model, placed, Layout(placed.documents))
 
 
+def require_settings(facts: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raises NextnError where settings that were given contradict those that a cache was written with.
+
+    `seed` may differ where it decides a head's first weights.
+    """
+    given = config.model_fields_set - ({"seed"} if config.init == "scratch" else set())
+    for name in SETTINGS:
+        mine, written = getattr(config, name), facts.get(name)
+        if name == "data":
+            mine, written = ([Path(path).name for path in paths or []] for paths in (mine, written))
+        if name in given and mine and mine != written:
+            raise NextnError(
+                f"The cache {config.cache} was written with {name} = {facts.get(name)}, and {getattr(config, name)} is "
+                "given.",
+                f"Leave {name} out, or write a cache anew.",
+            )
+
+
 def _named(number: int, batch: PackedBatch, states: TargetStates) -> dict[str, Tensor]:
     """A batch's tensors under the names that a shard has for them."""
     held = {f"{number}.{name}": getattr(batch, name) for name in PLACES}
@@ -136,18 +145,18 @@ class CachedSource:
 
     Args:
         folder: written by `write_cache`.
-        model: the target that training runs with.
+        identity: of the target that training runs with, see `target_identity`.
         processes: of the run.
     Raises:
         NextnError: no cache, an empty one, or one of another target.
     """
 
-    def __init__(self, folder: Path, model: Drafter, processes: Processes) -> None:
+    def __init__(self, folder: Path, identity: str, processes: Processes) -> None:
         self.folder, self.processes = folder, processes
         if not (folder / FACTS).is_file():
             raise NextnError(f"{folder} holds no cache.", "Write one with `nextn cache`.")
         self.facts: dict[str, Any] = read_json(folder / FACTS)
-        if self.facts.get("model") != fingerprint(model):
+        if self.facts.get("model") != identity:
             raise NextnError(
                 f"The cache {folder} was written with another target, or in another dtype.",
                 "Use that target and target_dtype, or write a cache anew.",
@@ -201,7 +210,9 @@ class CachedSource:
 
 
 def _require_same(facts: dict[str, Any], wanted: dict[str, Any], out: Path) -> None:
-    different = next((name for name, value in wanted.items() if facts.get(name) != value), None)
+    different = next((name for name in ("model", *SETTINGS) if facts.get(name) != wanted[name]), None)
+    if different is None and facts["state"]["data"] != wanted["state"]["data"]:
+        different = "content of its data"
     if different is not None:
         raise NextnError(
             f"{out} holds a cache that was written with another {different}.", "Give another --out, or delete it."

@@ -9,6 +9,7 @@ import tempfile
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nextn.errors import NextnError
+from nextn.train.samples import file_identity
 
 BLOCK_BYTES = 16 << 20
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -45,6 +47,11 @@ class Lines:
                 reason = getattr(error, "strerror", None) or "not a whole gzip file"
                 raise NextnError(f"{path} cannot be read: {reason}.", "Check the file.") from None
         self._first = np.cumsum([0] + [len(starts) - 1 for starts in self._starts])
+
+    @cached_property
+    def identity(self) -> str:
+        """Of the files' contents in their order, not of their names."""
+        return " ".join(file_identity(file) for file in self._files)
 
     def __len__(self) -> int:
         return int(self._first[-1])

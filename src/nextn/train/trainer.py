@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.draft_ids import listed_ids
+from nextn.checkpoint.draft_ids import DRAFT_IDS, listed_ids
 from nextn.checkpoint.jsonfile import read_json
 from nextn.checkpoint.source import Checkpoint
 from nextn.errors import NextnError
-from nextn.models.decoder import Decoder, Drafter
+from nextn.models.decoder import Decoder
 from nextn.models.load import Progress
 from nextn.surgery.write import refuse_existing
 from nextn.train.ahead import Ahead
@@ -25,7 +25,8 @@ from nextn.train.config import RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate, share
 from nextn.train.export import merge_head, place_draft_ids, write_head
-from nextn.train.hidden_cache import CachedSource
+from nextn.train.hidden_cache import CachedSource, require_settings
+from nextn.train.identity import target_identity
 from nextn.train.lock import held
 from nextn.train.log import FILE, RunLog
 from nextn.train.losses import LossSpec
@@ -34,10 +35,13 @@ from nextn.train.processes import Processes
 from nextn.train.report import write_report
 from nextn.train.shard import gathered, shard
 from nextn.train.source import DataSource, Source, frequent_ids, held_out
-from nextn.train.start import Start, open_target, start
-from nextn.train.step import HeadStep
+from nextn.train.start import Start, open_target, start, target_dtype
+from nextn.train.step import HeadStep, Item
+from nextn.train.stop import Asked, asked_to_stop
 from nextn.train.unroll import require_layers
 
+LEAST_COVERAGE = 0.5
+"""Share of the tokens in the draft vocabulary below which a run warns."""
 MakeReader = Callable[[TrainConfig, Checkpoint], LineReader]
 
 
@@ -94,7 +98,9 @@ class Trainer:
         layers = config.cache is None or config.eval is not None
         self.begun: Start = start(config, processes, layers=layers, progress=progress)
         model = self.begun.model
-        self.source = self._source(model, reader)
+        dtype = target_dtype(config, self.begun.checkpoint, processes.device)
+        self.identity = target_identity(self.begun.checkpoint, dtype)
+        self.source = self._source(reader)
         self.held_out: list[PackedBatch] = []
         if config.eval is not None:
             assert reader is not None
@@ -119,10 +125,12 @@ class Trainer:
             NextnError: another process writes into the output, it cannot be written, or the head did not change.
         """
         with held(self.output / "logs") if self.processes.first else nullcontext():
-            self._train()
+            # Several processes would see a signal at different steps, and a checkpoint is written by all together.
+            with asked_to_stop() if self.processes.world == 1 else nullcontext(Asked()) as asked:
+                self._train(asked)
             return self._finish()
 
-    def _train(self) -> None:
+    def _train(self, asked: Asked) -> None:
         config, step = self.config, self.step
         log = self._log() if self.processes.first else None
         try:
@@ -131,6 +139,8 @@ class Trainer:
             taught = 0
             while step.done < config.steps:
                 taught += self._one_step(log)
+                if asked.signal is not None:
+                    self._stop(log, asked)
                 at_end = step.done == config.steps
                 if self.held_out and (step.done % config.eval_every == 0 or at_end):
                     self._evaluate(log)
@@ -144,6 +154,13 @@ class Trainer:
             if log is not None:
                 log.close()
 
+    def _stop(self, log: RunLog | None, asked: Asked) -> None:
+        """Keep what is done and end as the signal asks."""
+        self._save()
+        if log is not None:
+            log.say(f"stopped after step {self.step.done}; the same command goes on from there")
+        asked.obey()
+
     def _refuse_early(self) -> None:
         config, world = self.config, self.processes.world
         if self.packs % world:
@@ -156,10 +173,15 @@ class Trainer:
             raise NextnError(f"{self.output} is a file.", "Name a folder for the head.")
         if any(self.output.glob("*.safetensors")) and not (self.output / "logs" / FILE).is_file():
             raise NextnError(f"{self.output} holds a checkpoint that is not of a training run.", "Give another output.")
+        inside = {path.name for path in self.output.iterdir()} if self.output.is_dir() else set()
+        if inside and not inside & {"logs", "checkpoints", DRAFT_IDS}:
+            raise NextnError(f"{self.output} holds other files.", "Give an output that is new or empty.")
 
-    def _source(self, model: Drafter, reader: LineReader | None) -> Source:
+    def _source(self, reader: LineReader | None) -> Source:
         if self.config.cache is not None:
-            return CachedSource(Path(self.config.cache), model, self.processes)
+            cached = CachedSource(Path(self.config.cache), self.identity, self.processes)
+            require_settings(cached.facts, self.config)
+            return cached
         assert reader is not None
         return Ahead(DataSource(self.config, reader, self.processes))
 
@@ -170,7 +192,7 @@ class Trainer:
             return frequent_ids(self.source.once(), wanted, vocab).to(device)
         if wanted == "full":
             return None
-        listed = self.begun.draft_ids if wanted is None else listed_ids(read_json(Path(wanted)), wanted)
+        listed = self.begun.draft_ids if wanted is None else _listed(wanted)
         if listed is None:
             return None
         if listed[-1] >= vocab:
@@ -207,6 +229,11 @@ class Trainer:
                 f" ({facts['config'][changed[0]]!r}, now {mine.get(changed[0])!r}).",
                 "Give another output, or the settings of that run.",
             )
+        if facts.get("target") != self.identity:
+            raise NextnError(
+                f"{self.output} holds a run of {newest} steps on another target, or in another dtype.",
+                "Give another output, or the target of that run.",
+            )
         self.checkpoints.load(newest, self.begun.unroll, self.step.optimisers)
         self.source.load_state_dict(facts["data"])
         self.tally = Tally(**facts["tally"])
@@ -223,6 +250,8 @@ class Trainer:
         began = time.monotonic()
         rate = self.step.rate()
         items = [self.source.take() for _ in range(self.packs // self.processes.world)]
+        if log is not None and self.step.done == 0:
+            self._tell_coverage(log, items)
         result = self.step(items)
         seconds = time.monotonic() - began
         tally = self.tally
@@ -242,6 +271,15 @@ class Trainer:
                 }
             )
         return result.rows
+
+    def _tell_coverage(self, log: RunLog, items: Sequence[Item]) -> None:
+        """How much of the data a draft vocabulary holds: losses count little else, so that a useless one looks good."""
+        if self.vocab is None:
+            return
+        predicted = torch.cat([batch.ids[batch.loss_mask] for batch, _ in items])
+        share = torch.isin(predicted, self.vocab.to(predicted.device)).double().mean().item()
+        warning = "" if share >= LEAST_COVERAGE else ", too little to draft from"
+        log.say(f"draft vocabulary: {len(self.vocab)} ids, {share:.1%} of the first step's tokens{warning}")
 
     def _evaluate(self, log: RunLog | None) -> None:
         """Judge the head, and keep it where it is accepted best."""
@@ -271,6 +309,7 @@ class Trainer:
     def _save(self) -> None:
         facts = {
             "config": self._identity(),
+            "target": self.identity,
             "data": self.source.state_dict(),
             "tally": vars(self.tally),
             "best_step": self.tally.best_step,
@@ -311,3 +350,14 @@ class Trainer:
             "exported_step": None if nothing else exported,
             "data": self.source.report(),
         }
+
+
+def _listed(wanted: str) -> list[int]:
+    """Ids of a draft vocabulary's file, or of the one in a head's folder."""
+    path = Path(wanted) / DRAFT_IDS if Path(wanted).is_dir() else Path(wanted)
+    if not path.is_file():
+        raise NextnError(
+            f"draft_vocab is {wanted!r}, and there is no file {path}.",
+            f"Give a number of ids, `full`, or a {DRAFT_IDS} or the folder of a head that has one.",
+        )
+    return listed_ids(read_json(path), str(path))
