@@ -69,6 +69,19 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("mtp", [True, False])
+def test_a_head_alone_is_no_target(tmp_path: Path, mtp: bool) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+
+    def leave_head(state: State) -> None:
+        for key in [k for k in state if not k.startswith("mtp.")]:
+            state.pop(key)
+
+    rewrite(folder, leave_head)
+    with pytest.raises(NextnError, match="holds no layer of the model: it is a head alone"):
+        load(folder, mtp)
+
+
 def test_missing_head_tensor_is_named_and_does_not_matter_without_the_head(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_5")
     rewrite(folder, lambda s: s.pop("mtp.fc.weight"))

@@ -224,6 +224,12 @@ def check_wanted(wanted: list[Wanted], places: dict[str, Slot]) -> None:
     for name, slot in places.items():
         if not missing and covered.get(slot.param.data_ptr(), 0) != slot.param.numel():
             missing.append(name)
+    layers = [key for _, name, key in wanted if name.startswith("layers.")]
+    if layers and set(layers) <= set(missing):
+        raise NextnError(
+            f"{wanted[0][0].source} holds no layer of the model: it is a head alone, or another model.",
+            "Name the target, with `--head` (or `init=`) for this folder; or merge the two with `nextn merge`.",
+        )
     if missing:
         shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
         raise NextnError(
