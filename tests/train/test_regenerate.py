@@ -417,3 +417,10 @@ def test_thinking_that_the_template_opened_is_part_of_the_answer(folder: Path, t
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(words, code=2)
     assert message in capsys.readouterr().err
+
+
+def test_a_file_without_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    run(["--prompts", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "o")], code=2)
+    assert "holds no prompt" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()

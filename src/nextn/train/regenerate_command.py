@@ -105,6 +105,8 @@ def regenerate(
         "min_p": min_p,
     }
     lines = Lines(prompts)
+    if not len(lines):
+        raise NextnError(f"{', '.join(map(str, lines.paths))} holds no prompt.", "Give one JSON object a line.")
     server = None
     if endpoint is not None:
         from nextn.train.endpoint import Endpoint
@@ -186,7 +188,7 @@ def regenerate(
             (len(refused), "refused"),
             (rejected, "malformed"),
         )
-        said = ", ".join(f"{n} {what}" for n, what in counts if n) or "no prompts"
+        said = ", ".join(f"{n} {what}" for n, what in counts if n) or "nothing to do"
         print(f"{said}; {tokens} tokens in {report['seconds']:.1f} s -> {out}")
         for example in report["examples"]:
             print(f"  {example}", file=sys.stderr)
