@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,12 +19,11 @@ class Asked:
     signal: int | None = None
 
     def obey(self) -> None:
-        """End this process as the signal would have."""
+        """Raise what ends this process with the exit code that shells give for the signal."""
         assert self.signal is not None
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
-        signal.signal(self.signal, signal.SIG_DFL)
-        os.kill(os.getpid(), self.signal)
+        raise SystemExit(128 + self.signal)
 
 
 @contextmanager
