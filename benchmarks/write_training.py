@@ -71,7 +71,7 @@ def train_smollm2(record: dict[str, Any]) -> list[str]:
     told: list[str] = []
     if elsewhere := [row for row in record["rows"] if "machine" in row]:
         judged = elsewhere[0]["rounds"]
-        told = ["", f"With fewer tokens on a {elsewhere[0]['machine']}, judged at {judged:,} positions:", ""]
+        told = ["", f"With fewer tokens ({elsewhere[0]['machine']}), judged at {judged:,} positions:", ""]
         told += [*smollm2_rows(elsewhere), ""]
     return [
         *lines,
