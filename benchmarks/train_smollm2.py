@@ -41,6 +41,7 @@ from torch import Tensor
 
 from benchmarks.smollm2_prompts import write_prompts
 from benchmarks.smollm2_speed import PROMPTS, decode_speed, prompts
+from benchmarks.tiny_accept import processor
 from nextn.cli import main as nextn
 from nextn.convert.folder import write_folder
 from nextn.errors import NextnError
@@ -199,7 +200,9 @@ def train(given: argparse.Namespace) -> None:
         facts_file.write_text(
             json.dumps(
                 {
-                    "machine": f"{torch.cuda.get_device_name()}, {platform.machine()}" if cuda else processor(),
+                    "machine": f"{torch.cuda.get_device_name()}, {platform.machine()}"
+                    if cuda
+                    else f"{processor()}, {len(os.sched_getaffinity(0))} cores",
                     "versions": {"torch": torch.__version__, "python": platform.python_version()},
                     "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 }
@@ -216,13 +219,6 @@ def train(given: argparse.Namespace) -> None:
         with taken(work / "claims" / slug) as mine:
             if mine and not row_file.is_file():
                 row_file.write_text(json.dumps(trained(given, variant, work / "heads" / slug), indent=2) + "\n")
-
-
-def processor() -> str:
-    """The CPU's name and its cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.families.registry import FAMILIES
-from nextn.inspect.engines.support import SUPPORT
+from nextn.inspect.engines.supported import SUPPORT
 from nextn.inspect.examine import Report, examine
 from nextn.inspect.report import headline
 from tests.families.published import PUBLISHED

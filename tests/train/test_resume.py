@@ -314,6 +314,12 @@ def test_a_fine_tune_is_another_target_and_another_head_is_not(root: Path, tmp_p
         write_cache(one.begun.model, told, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
     other = runs.config(root, tmp_path / "merged", cache=str(tmp_path / "cache"), output=str(tmp_path / "c"))
     assert runs.trainer(other).identity == one.identity
+    turned = tmp_path / "turned"
+    shutil.copytree(root / "model", turned)
+    settings = json.loads((turned / "config.json").read_text())
+    settings["rms_norm_eps"] = 1e-3
+    (turned / "config.json").write_text(json.dumps(settings))
+    assert runs.trainer(runs.config(root, turned, output=str(tmp_path / "e"))).identity != one.identity
     low = runs.config(root, root / "model", target_dtype="bfloat16", output=str(tmp_path / "d"))
     assert runs.trainer(low).identity != one.identity
 

@@ -3,8 +3,8 @@
 Measured with MKL on two cores (25,600 x 1,024 float32): `x @ W.T` streams weights at 10 GB/s with 2 to 8 rows,
 because the library packs them for a large product; the same product written as `W @ x.T` with column-major x
 streams them at 45 GB/s; one row goes through a single-threaded vector product at 16 to 21 GB/s, so it is done as two
-equal rows. In a decode step weights come from memory, however small each is: as one row, a step of a 135 M-parameter
-model took 1.7 times as long, one of 8 M 1.3 times. Results agree to rounding.
+equal rows. In a decode step weights come from memory, however small each is: with vector products a step of a 105
+M-parameter model takes 1.8 times as long (`benchmarks/results/cpu-step.json`). Results agree to rounding.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The same weights under another path, or with another head merged in, are the sam
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields
 from typing import BinaryIO
 
 import torch
@@ -16,15 +17,19 @@ from nextn.models.layout import target_keys
 from nextn.train.samples import samples
 
 TENSOR_SAMPLES, TENSOR_BYTES = 4, 64
+HEAD_ONLY = ("family", "head_layers", "head_sparse")
+"""What a decoder's configuration says of the head, and the family, which is told by name."""
 
 
 def target_identity(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     """Of a local target without its head, as it is loaded in `dtype`."""
     assert checkpoint.root is not None
-    digest = hashlib.sha256(str(dtype).encode())
+    config = decoder_config(checkpoint.config)
+    shown = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in HEAD_ONLY}
+    digest = hashlib.sha256(f"{dtype} {config.family.name} {sorted(shown.items())}".encode())
     files: dict[str, BinaryIO] = {}
     try:
-        for name, key in sorted(target_keys(decoder_config(checkpoint.config), checkpoint.config, checkpoint.tensors)):
+        for name, key in sorted(target_keys(config, checkpoint.config, checkpoint.tensors)):
             tensor = checkpoint.tensors.get(key)
             if tensor is None:
                 continue

@@ -24,8 +24,7 @@ from nextn.kernels.support import available
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits that exist at once, by device type: what a CPU's caches hold; 128 MiB in float32, several times, on a GPU."""
 LEAST_ROWS = 128
-"""Rows that exist at once at least: with fewer, reading the output head takes longer than computing with it. On a CPU
-at 49,152 ids, 128 rows at once take half the time of 16."""
+"""Rows that exist at once at least: with fewer, reading the output head takes longer than computing with it."""
 FUSED_CHUNK_LOGITS = 1 << 27
 """The same with fused kernels, which leave logits in the model's dtype: 256 MiB in bfloat16, twice."""
 

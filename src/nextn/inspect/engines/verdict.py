@@ -12,7 +12,8 @@ from nextn.inspect.case import Case
 from nextn.inspect.engines.build import kinds_of
 from nextn.inspect.engines.commands import command
 from nextn.inspect.engines.effects import Question, effects
-from nextn.inspect.engines.support import SUPPORT, Support
+from nextn.inspect.engines.support import Support
+from nextn.inspect.engines.supported import SUPPORT
 from nextn.inspect.engines.table import ENGINE, REFUSED, TRANSFORMERS_REASON
 from nextn.inspect.engines.versions import parse_version
 from nextn.inspect.findings import Finding

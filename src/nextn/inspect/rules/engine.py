@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nextn.inspect.case import Case
 from nextn.inspect.engines.build import clashes, kinds_of
-from nextn.inspect.engines.support import SUPPORT
+from nextn.inspect.engines.supported import SUPPORT
 from nextn.inspect.engines.table import ENGINE
 from nextn.inspect.engines.verdict import Verdict
 from nextn.inspect.findings import Finding
