@@ -19,8 +19,12 @@ NEW_TOKENS = 256
 
 
 def prompts(path: Path, count: int) -> list[list[int]]:
-    """What stands before the first answers of a file of ids and masks."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+    """What stands before the answers of ``count`` lines, evenly spaced, of a file of ids and masks.
+
+    Evenly, because a file of answers begins with those that ended first, which are the short ones.
+    """
+    lines = path.read_text().splitlines()
+    rows = [json.loads(lines[n * len(lines) // min(count, len(lines))]) for n in range(min(count, len(lines)))]
     return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]
 
 
