@@ -11,7 +11,6 @@ the next variant that none has taken.
     python -m benchmarks.train_smollm2 train --work DIR        # one head a variant, judged by `nextn eval`
     python -m benchmarks.train_smollm2 speed --work DIR        # decoding with the heads
     python -m benchmarks.train_smollm2 report --work DIR --out benchmarks/results/train-smollm2.json
-        # with --also DIR: and the rows of variants that were trained elsewhere, told apart by their machine
 
 Everything runs through the product's own commands and trainer. One variant trains with a wrong attention on purpose:
 its rows say so.
@@ -72,6 +71,7 @@ class Variant:
         text: a key of TEXT: the data's own answers, the model's, or both.
         group: the table that its row stands in.
         causal: train with the wrong attention, in which a step sees other chains' later steps too.
+        start: the variant whose head it goes on from; from scratch without one.
         settings: of `nextn train`, over the common ones.
     """
 
@@ -79,7 +79,13 @@ class Variant:
     group: str
     text: str = "own"
     causal: bool = False
+    start: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slug(self) -> str:
+        """Its name in file names."""
+        return self.name.replace(", ", "-").replace(" ", "-")
 
 
 def _loss(name: str, text: str, loss: str) -> Variant:
@@ -94,6 +100,7 @@ VARIANTS = (
     _loss("lk, both texts", "both", "lk"),
     Variant("adamw", "optimizer", settings={"optimizer": "adamw"}),
     Variant("best", "best", "own twice, data once", settings={"save": 2000}),
+    Variant("shipped", "best", start="best", settings={"draft_vocab": 8192, "steps": 400, "lr": 3e-4}),
     Variant("causal among recursive rows", "attention", causal=True),
     *(Variant(f"unroll {k}", "unroll", settings={"unroll": k}) for k in (1, 2, 4)),
     *(Variant(f"draft_vocab {n}", "vocabulary", settings={"draft_vocab": n}) for n in (8192, 16384)),
@@ -209,16 +216,15 @@ def train(given: argparse.Namespace) -> None:
             )
         )
     for variant in VARIANTS:
-        slug = variant.name.replace(", ", "-").replace(" ", "-")
-        row_file = work / "rows" / f"{slug}.json"
+        row_file = work / "rows" / f"{variant.slug}.json"
         if row_file.is_file() or (given.variants and variant.name not in given.variants):
             continue
         if time.monotonic() - given.started > given.seconds:
             return
         row_file.parent.mkdir(exist_ok=True)
-        with taken(work / "claims" / slug) as mine:
+        with taken(work / "claims" / variant.slug) as mine:
             if mine and not row_file.is_file():
-                row_file.write_text(json.dumps(trained(given, variant, work / "heads" / slug), indent=2) + "\n")
+                row_file.write_text(json.dumps(trained(given, variant, work / "heads" / variant.slug), indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -241,7 +247,7 @@ def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str
         "model": str(work / "target"),
         "data": json.dumps([str(work / name) for name in TEXT[variant.text]]),
         "output": str(head),
-        "init": "scratch",
+        "init": "scratch" if variant.start is None else str(head.parent / variant.start),
         "loss": "kl",
         "unroll": DRAFT_TOKENS,
         "steps": max(tokens // given.batch_tokens, 2),
@@ -265,6 +271,7 @@ def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str
         "unroll": config.unroll,
         "attention": "causal among recursive rows (wrong on purpose)" if variant.causal else "serving-exact",
         "draft_vocab": config.draft_vocab,
+        "start": variant.start or "scratch",
         **{name: judged[name] for name in ("accept_length", "acceptance", "draft_tokens")},
         "rounds": judged["rounds"],
         "own_text": judged["own_text"],
@@ -309,7 +316,7 @@ def speed(given: argparse.Namespace) -> None:
     work: Path = given.work
     questions = prompts(work / "held-out.jsonl", PROMPTS)
     rows: list[dict[str, Any]] = []
-    for slug in (None, "kl-own-text", "draft_vocab-16384", "draft_vocab-8192", "best"):
+    for slug in (None, "kl-own-text", "draft_vocab-16384", "draft_vocab-8192", "best", "shipped"):
         head = work / "heads" / slug if slug is not None else None
         if head is None or (head / "config.json").is_file():
             figures = decode_speed(work / "target", head, questions, draft_tokens=DRAFT_TOKENS)
@@ -321,11 +328,9 @@ def speed(given: argparse.Namespace) -> None:
 def report(given: argparse.Namespace) -> None:
     """One file of all rows."""
     work: Path = given.work
-    order = {v.name: n for n, v in enumerate(VARIANTS)}
+    tables = list(dict.fromkeys(v.group for v in VARIANTS if v.group != "best"))
+    order = {v.name: ([*tables, "best"].index(v.group), n) for n, v in enumerate(VARIANTS)}
     rows = [json.loads(path.read_text()) for path in (work / "rows").glob("*.json")]
-    for other in given.also:
-        told = json.loads((other / "machine.json").read_text())
-        rows += [{**told, **json.loads(path.read_text())} for path in (other / "rows").glob("*.json")]
     facts = json.loads((work / "machine.json").read_text())
     answers = [json.loads(line) for line in (work / "held-out.jsonl").read_text().splitlines()]
     out = {
@@ -338,7 +343,7 @@ def report(given: argparse.Namespace) -> None:
             "tokens": sum(sum(row["loss_mask"]) for row in answers),
             "ended": dict(Counter(row["domain"] for row in answers)),
         },
-        "rows": sorted(rows, key=lambda row: ("machine" in row, order[row["variant"]])),
+        "rows": sorted(rows, key=lambda row: order[row["variant"]]),
     }
     if (work / "speed.json").is_file():
         out["decode"] = json.loads((work / "speed.json").read_text())
@@ -363,7 +368,6 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--eval-tokens", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--also", nargs="*", type=Path, default=[], metavar="DIR", help="report: rows of these as well")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of `nextn train`, over all others")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no variant after so many")
     parser.add_argument("--verbose", action="store_true")

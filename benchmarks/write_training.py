@@ -64,32 +64,44 @@ def train_beside(record: dict[str, Any]) -> list[str]:
 
 
 def train_smollm2(record: dict[str, Any]) -> list[str]:
-    lines = smollm2_rows([row for row in record["rows"] if "machine" not in row])
+    head = ["variant", "accept length", "d1", "d2", "d3", "by rounds", "where answers ended", "tokens trained"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in record["rows"]:
+        cells = [row["variant"], f"{row['accept_length']:.2f}", *(f"{share:.2f}" for share in row["acceptance"])]
+        cells += [f"{row['accept_length_by_rounds']:.2f}", f"{row['by_ending']['stop']['accept_length']:.2f}"]
+        more = "" if row["start"] == "scratch" else f"{row['start']} + "
+        lines.append("| " + " | ".join([*cells, f"{more}{row['tokens_trained'] / 1e6:.1f} million"]) + " |")
     wrote, held = record["regenerate"], record["held_out"]
     million = sum(visit["tokens"] for visit in wrote) / 1e6
     rate = max(visit["tokens_per_second"] for visit in wrote) / 1e3
-    told: list[str] = []
-    if elsewhere := [row for row in record["rows"] if "machine" in row]:
-        judged = elsewhere[0]["rounds"]
-        told = ["", f"With fewer tokens ({elsewhere[0]['machine']}), judged at {judged:,} positions:", ""]
-        told += [*smollm2_rows(elsewhere), ""]
     return [
         *lines,
         "",
         f"K = {record['rows'][0]['draft_tokens']}, greedy, on the model's own answers to {held['questions']} held-out",
-        f"questions. `nextn regenerate` wrote {million:.1f} million tokens to train on, up to {rate:.0f} thousand",
-        "a second.",
-        *told,
-        source("train-smollm2.json", record),
+        f"questions, of which {held['ended']['stop']} end within 512 tokens. `nextn regenerate` wrote {million:.1f}",
+        f"million tokens to train on, up to {rate:.0f} thousand a second. {source('train-smollm2.json', record)}",
+        "",
+        f"Decoding held-out questions on that GPU, one at a time, greedy, {record['decode'][0]['tokens']:,} tokens:",
+        "",
+        *speeds(record["decode"], "head"),
     ]
 
 
-def smollm2_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| variant | accept length | d1 | d2 | d3 | by rounds | tokens trained |", "|---|---|---|---|---|---|---|"]
+def smollm2_cpu(record: dict[str, Any]) -> list[str]:
+    return [*speeds(record["rows"], None), "", source("smollm2-cpu.json", record)]
+
+
+def speeds(rows: Sequence[dict[str, Any]], name: str | None) -> list[str]:
+    """Tokens a second with heads, beside the first row, which has none."""
+    head = [*([name] if name else []), "K", "draft vocabulary", "accept length", "tokens/s", "times"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
-        shares = " | ".join(f"{share:.2f}" for share in row["acceptance"])
-        lengths = f"{row['accept_length']:.2f} | {shares} | {row['accept_length_by_rounds']:.2f}"
-        lines.append(f"| {row['variant']} | {lengths} | {row['tokens_trained'] / 1e6:.2f} million |")
+        drafted = (row["draft_vocab"] or "all") if row["draft_tokens"] else ""
+        accepted = f"{row['accept_length']:.2f}" if row["accept_length"] else ""
+        cells = [*([row[name]] if name else []), row["draft_tokens"], drafted, accepted]
+        times = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{times:.2f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 
@@ -104,6 +116,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "train-step-h200": train_step,
     "train-beside-h200": train_beside,
     "train-smollm2": train_smollm2,
+    "smollm2-cpu": smollm2_cpu,
 }
 
 

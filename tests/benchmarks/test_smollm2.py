@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import train_smollm2
 from benchmarks.smollm2_prompts import plain, write_prompts
+from benchmarks.smollm2_speed import prompts
 from nextn.train import step
 from nextn.train.layout import Layout
 from nextn.train.unroll import head_unroll, target_states
@@ -79,3 +80,10 @@ def test_the_switch_is_put_back() -> None:
         inside.append(step.UnrollContext)
         raise KeyError
     assert (inside, step.UnrollContext) == ([train_smollm2.CausalContext], right)
+
+
+def test_prompts_are_spread_over_the_file(tmp_path: Path) -> None:
+    rows = [{"input_ids": [n, 7, 8], "loss_mask": [0, 0, 1]} for n in range(10)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [p[0] for p in prompts(tmp_path / "answers.jsonl", 4)] == [0, 2, 5, 7]
+    assert prompts(tmp_path / "answers.jsonl", 99) == [[n, 7] for n in range(10)]

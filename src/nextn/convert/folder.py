@@ -8,8 +8,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
+from nextn.checkpoint.save import save_tensors
 from nextn.convert.llama_gguf import LlamaFile
 from nextn.convert.tokenizer import tokenizer_files
 from nextn.errors import NextnError
@@ -34,17 +35,18 @@ def write_folder(source: Path, out: Path) -> None:
     try:
         stage = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         stage.chmod(0o755)
-        save_file(weights, stage / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(stage / "model.safetensors", weights)
         (stage / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         ends = {name: value for name, value in config.items() if name in ("bos_token_id", "eos_token_id")}
         for name, value in (("tokenizer_config", settings), ("generation_config", ends), ("config", config)):
             text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
             (stage / f"{name}.json").write_text(text, encoding="utf-8")
         os.rename(stage, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if not (out / "config.json").is_file():
             raise NextnError(
-                f"{out} cannot be written: {error.strerror or error}.", "Make room, or name another folder."
+                f"{out} cannot be written: {getattr(error, 'strerror', None) or error}.",
+                "Make room, or name another folder.",
             ) from None
     finally:
         if stage is not None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nextn.checkpoint.draft_ids import DRAFT_IDS
+from nextn.checkpoint.save import save_tensors
 from nextn.checkpoint.source import Checkpoint, open_checkpoint
 from nextn.errors import NextnError
 from nextn.models.load import DTYPES, count_head_layers
@@ -69,7 +69,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     stage = path.with_name(f".{path.name}")
     try:
-        save_file(dict(tensors), stage, metadata={"format": "pt"})
+        save_tensors(stage, tensors)
     except (OSError, SafetensorError) as error:
         stage.unlink(missing_ok=True)
         raise NextnError(
