@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_setup import CUDA, batch_of, cache_of, floor_ms, random_model
+from decode_setup import CUDA, GREEDY, batch_of, cache_of, floor_ms, random_model
 from geometries import GEOMETRIES, VOCAB, Geometry
 from gpu_timing import bf16_tflops, provenance, read_gb_per_s
 from torch import Tensor
@@ -98,7 +98,14 @@ class Bench:
         self.repeats = 7
 
     def time(
-        self, k: int, *, head: bool = True, draft: Drafter | None = None, forced: int | None = None, **options: Any
+        self,
+        k: int,
+        *,
+        head: bool = True,
+        draft: Drafter | None = None,
+        forced: int | None = None,
+        params: SamplingParams = GREEDY,
+        **options: Any,
     ) -> float:
         """Milliseconds of a round at K (0: a step)."""
         kind = FusedRunner if forced is None else Forced
@@ -108,7 +115,7 @@ class Bench:
             runner.accepted = forced
         taken = list(self.cache.free_pages), list(self.cache.free_slots)
         executor = GraphExecutor(runner, self.cache)
-        batch = batch_of(self.model, self.cache, self.size, self.context, k, head=head)
+        batch = batch_of(self.model, self.cache, self.size, self.context, k, head=head, params=params)
         if self.capture_only:
             executor.load(batch)
         ms = 0.0 if self.capture_only else measure(executor, batch, self.repeats)

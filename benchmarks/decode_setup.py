@@ -55,19 +55,32 @@ def random_model(g: Geometry) -> Decoder:
     return model
 
 
-def batch_of(model: Decoder, cache: Cache, size: int, context: int, k: int, *, head: bool = True) -> Batch:
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def batch_of(
+    model: Decoder,
+    cache: Cache,
+    size: int,
+    context: int,
+    k: int,
+    *,
+    head: bool = True,
+    params: SamplingParams = GREEDY,
+) -> Batch:
     """Sequences with random tokens, `context` positions of random past; without the `head`, verify alone."""
     pages, slots = zip(*(cache.take(context + 600) for _ in range(size)), strict=True)
-    sampling = SamplingState.build(
-        [SamplingParams(temperature=0.0)] * size, [[0]] * size, vocab_size=VOCAB, device=CUDA
-    )
+    sampling = SamplingState.build([params] * size, [[0]] * size, vocab_size=VOCAB, device=CUDA)
+    law = None
+    if k and not params.greedy:
+        law = torch.randn(size, k, VOCAB, device=CUDA).softmax(-1)
     # A batch without head states is not drafted for.
     states = [torch.randn(size, 1, model.config.hidden, dtype=torch.bfloat16, device=CUDA) if k and head else None] * 2
     return Batch(
         lengths=torch.full((size,), context, device=CUDA),
         bonus=torch.randint(0, VOCAB, (size,), device=CUDA),
         drafts=torch.randint(0, VOCAB, (size, k), device=CUDA),
-        draft_probs=None,
+        draft_probs=law,
         committed=torch.zeros(size, dtype=torch.int64, device=CUDA),
         table=torch.tensor(pages, device=CUDA),
         slots=torch.tensor(slots, device=CUDA),

@@ -130,6 +130,15 @@ def extras(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def sampling(record: dict[str, Any]) -> list[str]:
+    rows = (
+        (r["geometry"], r["batch"], r["sampling"], f"{r['step_ms']:.3f}", f"{r['step_ratio']:.2f}",
+         f"{r['round_ms']:.3f}", f"{r['round_ratio']:.2f}")
+        for r in record["rows"]
+    )  # fmt: skip
+    return table(["geometry", "batch", "sampling", "step ms", "over greedy", "round ms", "over greedy"], rows)
+
+
 def parting(record: dict[str, Any]) -> list[str]:
     rows = (
         (r["model"], f"{r['prompts']} x {r['tokens_each']}", r["parted"], r["parted_per_1000_tokens"], r["near_ties"],
@@ -152,7 +161,7 @@ def together(record: dict[str, Any]) -> list[str]:
 
 def page() -> str:
     decode, peer, apart = (result(n) for n in ("decode-h200.json", "sglang-h200.json", "divergence-h200.json"))
-    pair = result("pair-h200.json")
+    pair, sampled = result("pair-h200.json"), result("sampled-h200.json")
     lines = [
         "# Performance",
         "",
@@ -178,6 +187,13 @@ def page() -> str:
         "",
         *together(pair),
         *extras(decode),
+        "## What sampling costs",
+        "",
+        source("sampled-h200.json", sampled),
+        "K = 3. A round turns seven rows of logits into probabilities, draws, and tests drafts against them. Random",
+        "weights spread their probability wide, so that top-p alone cuts among many ids.",
+        "",
+        *sampling(sampled),
         "## Greedy tokens in bf16 with the head on and off",
         "",
         f"{source('divergence-h200.json', apart)} {apart.get('note', '')}".rstrip(),

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from nextn.engine import sampling
@@ -136,6 +138,46 @@ def test_ties_at_the_cuts_are_kept_as_the_definition_keeps_them() -> None:
     one, zero = math.exp(-8), math.exp(-9)
     of_zeros = math.ceil((0.95 * (2 + 429 * one + 2569 * zero) - 2 - 429 * one) / zero)
     assert (got > 0).sum(-1).view(-1).tolist() == [431, 431 + of_zeros, 1, 2]
+
+
+@pytest.mark.parametrize("width", [300, real(151936)])
+def test_cuts_among_many_that_are_close(width: int) -> None:
+    """More logits in question than are looked at together, some of them equal, far below the largest or near it."""
+    close = 1 + 1e-5 * torch.arange(width, device=DEVICE).remainder(width * 3 // 4).float()
+    logits = torch.stack([close, close.flip(0), close / 100, close * 3])[:, None].contiguous()
+    logits[:, :, 77] += torch.tensor([6.0, 0.004, 0.0, 30.0], device=DEVICE)[:, None]
+    for params in (
+        [SamplingParams(top_k=width // 2 + n) for n in range(4)],
+        [SamplingParams(top_p=share) for share in (0.97, 0.3, 0.62, 0.999)],
+        [SamplingParams(top_k=width // 3, top_p=0.5), SamplingParams(top_k=width - 1), SamplingParams(top_p=0.999999),
+         SamplingParams(temperature=0.01, top_k=width, top_p=0.9)],
+    ):  # fmt: skip
+        got, expected = processed(logits, params)
+        assert ((got > 0) != (expected > 0)).sum() <= 1
+        assert error(got, expected) < 1e-5
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_filters_on_coarse_logits(data: st.DataObject) -> None:
+    """Logits as coarse as bfloat16's, so full of ties, some minus infinity; some requests without filters."""
+    width = data.draw(st.integers(17, 600))
+    scale = data.draw(st.sampled_from([0.02, 0.5, 3.0, 12.0, 80.0]))
+    logits = (scale * randn(3, 1, width, seed=data.draw(st.integers(0, 999)))).bfloat16().float()
+    logits[:, :, data.draw(st.integers(1, width)) :: 3] = -torch.inf
+    params = [
+        SamplingParams(
+            temperature=data.draw(st.sampled_from([0.3, 1.0, 2.5])),
+            top_k=data.draw(st.sampled_from([0, 1, 2, 20, width // 2, width, width + 5])),
+            top_p=data.draw(st.sampled_from([1.0, 0.999, 0.8, 0.31, 0.01])),
+            min_p=data.draw(st.sampled_from([0.0, 0.03])),
+        )
+        for _ in range(3)
+    ]
+    got, expected = processed(logits, params)
+    # A share that ends a few units in the last place from a logit's edge may fall on either side of it.
+    assert ((got > 0) != (expected > 0)).sum() <= 1
+    assert error(got, expected) < 1e-5
 
 
 def test_logits_of_minus_infinity_are_never_kept_with_mass() -> None:

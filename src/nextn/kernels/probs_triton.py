@@ -1,12 +1,14 @@
 """Triton kernels of ``engine.logits.process``: temperature, top-k, top-p and min-p without a sort.
 
 A logit's distance below its row's largest, over the temperature, is a float >= 0 whose bits order as an integer: its
-*key*. The k-th largest logit, and the last one that top-p keeps, are found as keys, four bits a pass from the top:
-each pass adds up, for the 16 values of the next four bits, how many logits (or how much mass) they hold, and the
-next pass picks the value in which the goal is reached. Eight passes end at one key, exactly.
+*key*. The k-th largest logit, and the last one that top-p keeps, are found as keys: two passes over the row add up how
+many logits (or how much mass) lie below each of 16 bounds, the second between the two bounds of the first that the
+goal lies between. What then remains in question is gathered, and one program a row halves it until one key is left.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -16,8 +18,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.tokens_triton import BLOCK, best_blocks, best_of_blocks
 
-PASSES = 8
 LANES = 512
+TAKEN = 32
+"""Gathered keys of each block that are looked at together."""
+DISTANCES = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 48)
+"""Upper bounds of the first pass; before them comes the largest logit itself, and after them the rest."""
+
+
+@cache
+def _bounds(device: torch.device) -> Tensor:
+    """Keys of the first pass's 16 upper bounds, int32."""
+    keys = torch.tensor(DISTANCES, dtype=torch.float32).view(torch.int32).tolist()
+    return torch.tensor([1, *keys, 2**31 - 1], dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -30,46 +42,53 @@ def _keys(
     row_stride: tl.tensor,
     width: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(keys as int64, weights exp(-distance)); what lies past the row's end has weight 0."""
+    """(keys, weights exp(-distance)); what lies past the row's end has weight 0."""
     value = tl.load(logits + row * row_stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
     distance = tl.abs(tl.div_rn(best - value, temperature))
-    return distance.to(tl.int32, bitcast=True).to(tl.int64), tl.exp(-distance)
+    return distance.to(tl.int32, bitcast=True), tl.exp(-distance)
 
 
 @triton.jit
-def _resolve(
+def _between(
     part: tl.tensor,
-    state: tl.tensor,
-    limit: tl.tensor,
-    row: tl.tensor,
-    rows: tl.tensor,
+    uppers: tl.tensor,
+    lowest: tl.tensor,
+    goal: tl.tensor,
+    line: tl.tensor,
     blocks: tl.tensor,
-    number: tl.tensor,
+    limit: tl.tensor,
+    FIRST: tl.constexpr,
     MASS: tl.constexpr,
     PADDED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(lowest key of the value chosen in pass `number`, what lies below it, goal).
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(first key in question, first key behind them, what lies below the first, goal), after a pass with these bounds.
 
-    limit is k, or the share of top-p: the first pass finds the mass that it is a share of.
+    After the first pass the goal is made of limit: k, or the share of the row's mass; 0 where the filter is off.
     """
     n = tl.arange(0, PADDED)
     j = tl.arange(0, 16)
-    at = ((number * rows + row) * blocks + n[:, None]) * 16 + j[None, :]
-    held = tl.sum(tl.load(part + at, mask=n[:, None] < blocks, other=0.0).to(tl.float64), 0)
-    line = state + (number * rows + row) * 4
-    known = number > 0
-    base = tl.load(line, mask=known, other=0.0)
-    before = tl.load(line + 1, mask=known, other=0.0)
-    goal = tl.load(line + 2, mask=known, other=0.0)
-    first_goal = limit * tl.sum(held) if MASS else limit
-    goal = tl.where(known, goal, first_goal)
-    reached = before + tl.cumsum(held, 0)
-    chosen = tl.minimum(tl.sum((reached < goal).to(tl.int32)), 15)
-    before += tl.sum(tl.where(j < chosen, held, 0.0))
-    return base + (chosen.to(tl.int64) << (28 - 4 * number)).to(tl.float64), before, goal
+    at = (line * blocks + n[:, None]) * 16 + j[None, :]
+    below = tl.sum(tl.load(part + at, mask=n[:, None] < blocks, other=0.0).to(tl.float64), 0)
+    if FIRST:
+        if MASS:
+            goal = tl.where(limit < 1, limit * tl.max(below), 0.0)
+        else:
+            goal = limit
+    chosen = tl.minimum(tl.sum((below < goal).to(tl.int32)), 15)
+    high = tl.sum(tl.where(j == chosen, uppers, 0))
+    low = tl.where(chosen > 0, tl.sum(tl.where(j == chosen - 1, uppers, 0)), lowest)
+    before = tl.sum(tl.where(j == chosen - 1, below, 0.0))
+    return low, high, before, goal
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit
+def _finer(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """16 upper bounds that divide the keys from low to high."""
+    step = (high - low + 15) // 16
+    return tl.minimum(low + step, high) + tl.minimum(tl.arange(0, 16) * step, tl.maximum(high - low - step, 0))
+
+
+@triton.jit
 def _search(
     logits: tl.tensor,
     values: tl.tensor,
@@ -77,14 +96,15 @@ def _search(
     temperature: tl.tensor,
     limits: tl.tensor,
     floors: tl.tensor,
+    bounds: tl.tensor,
     part: tl.tensor,
-    state: tl.tensor,
+    keys: tl.tensor,
+    sums: tl.tensor,
     row_stride: tl.tensor,
     width: tl.tensor,
     blocks: tl.tensor,
     rows: tl.tensor,
     per_sequence: tl.tensor,
-    number: tl.tensor,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     FIRST: tl.constexpr,
@@ -93,9 +113,10 @@ def _search(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Pass `number`: how much of a block each value of the next four bits holds, among keys up to the row's floor.
+    """How much of a block lies below each bound of this pass, among keys up to the row's floor.
 
-    state [passes, rows, 4]: lowest key of the values still in question, what lies below it, goal, largest logit.
+    part [2, rows, blocks, 16]; the second pass leaves keys [2, rows, 2] and sums [2, rows, 2] as `_between` gives
+    them for the first.
     """
     if PDL:
         gdc_launch_dependents()
@@ -103,24 +124,20 @@ def _search(
     row = tl.program_id(1).to(tl.int64)
     sequence = row // per_sequence
     warm = tl.load(temperature + sequence).to(tl.float32)
-    if FIRST:
-        best, _ = best_of_blocks(values, ids, row, blocks, PADDED)
-        start = tl.full((), 0, tl.int64)
-        if tl.program_id(0) == 0:
-            tl.store(state + row * 4 + 3, best.to(tl.float64))
-    else:
+    best, _ = best_of_blocks(values, ids, row, blocks, PADDED)
+    uppers = tl.load(bounds + tl.arange(0, 16))
+    line = row
+    if not FIRST:
         limit = tl.load(limits + sequence).to(tl.float64)
-        best = tl.load(state + ((number - 1) * rows + row) * 4 + 3).to(tl.float32)
-        base, before, goal = _resolve(part, state, limit, row, rows, blocks, number - 1, MASS, PADDED)
-        start = base.to(tl.int64)
-        line = state + (number * rows + row) * 4
+        low, high, before, goal = _between(part, uppers, 0, limit, row, blocks, limit, True, MASS, PADDED)
         if tl.program_id(0) == 0:
-            tl.store(line, base)
-            tl.store(line + 1, before)
-            tl.store(line + 2, goal)
-            tl.store(line + 3, best.to(tl.float64))
-    j = tl.arange(0, 16)
-    held = tl.zeros((LANES, 16), tl.float32)
+            tl.store(keys + row * 2, low)
+            tl.store(keys + row * 2 + 1, high)
+            tl.store(sums + row * 2, before)
+            tl.store(sums + row * 2 + 1, goal)
+        uppers = _finer(low, high)
+        line += rows
+    below = tl.zeros((LANES, 16), tl.float32)
     for chunk in range(0, BLOCK, LANES):
         at = tl.program_id(0) * BLOCK + chunk + tl.arange(0, LANES)
         key, weight = _keys(logits, best, warm, row, at, row_stride, width)
@@ -129,23 +146,100 @@ def _search(
                 weight = tl.where(key <= tl.load(floors + row), weight, 0.0)
         else:
             weight = tl.where(at < width, 1.0, 0.0)
-        value = (key - start) >> (28 - 4 * number)
-        held += tl.where(value[:, None] == j[None, :], weight[:, None], 0.0)
-    tl.store(part + ((number * rows + row) * blocks + tl.program_id(0)) * 16 + j, tl.sum(held, 0))
+        below += tl.where(key[:, None] < uppers[None, :], weight[:, None], 0.0)
+    tl.store(part + (line * blocks + tl.program_id(0)) * 16 + tl.arange(0, 16), tl.sum(below, 0))
+
+
+@triton.jit
+def _gather(
+    logits: tl.tensor,
+    values: tl.tensor,
+    ids: tl.tensor,
+    temperature: tl.tensor,
+    floors: tl.tensor,
+    part: tl.tensor,
+    keys: tl.tensor,
+    sums: tl.tensor,
+    taken: tl.tensor,
+    counts: tl.tensor,
+    row_stride: tl.tensor,
+    width: tl.tensor,
+    blocks: tl.tensor,
+    rows: tl.tensor,
+    per_sequence: tl.tensor,
+    BLOCK: tl.constexpr,
+    MASS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A block's keys still in question after the second pass, at the front of its part of ``taken`` [rows, width]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    warm = tl.load(temperature + row // per_sequence).to(tl.float32)
+    best, _ = best_of_blocks(values, ids, row, blocks, PADDED)
+    low, high = tl.load(keys + row * 2), tl.load(keys + row * 2 + 1)
+    below, goal = tl.load(sums + row * 2), tl.load(sums + row * 2 + 1)
+    line = rows + row
+    first, end, before, goal = _between(part, _finer(low, high), low, goal, line, blocks, goal, False, MASS, PADDED)
+    before = tl.where(first == low, below, before)
+    if block == 0:
+        tl.store(keys + line * 2, first)
+        tl.store(keys + line * 2 + 1, end)
+        tl.store(sums + line * 2, before)
+        tl.store(sums + line * 2 + 1, goal)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    key, _ = _keys(logits, best, warm, row, at, row_stride, width)
+    inside = (key >= first) & (key < end) & (at < width)
+    if FLOOR:
+        inside = inside & (key <= tl.load(floors + row))
+    place = tl.cumsum(inside.to(tl.int32), 0) - 1
+    tl.store(taken + row * width + block * BLOCK + place, key, mask=inside)
+    tl.store(counts + row * blocks + block, tl.sum(inside.to(tl.int32)))
+
+
+@triton.jit
+def _taken(
+    taken: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
+    width: tl.tensor,
+    start: tl.tensor,
+    BLOCK: tl.constexpr,
+    TAKEN: tl.constexpr,
+    MASS: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """(keys, what each counts for in float64) of TAKEN gathered places of every block; places without one lie last."""
+    place = start + tl.arange(0, TAKEN)[None, :]
+    at = row * width + tl.arange(0, PADDED)[:, None] * BLOCK + place
+    key = tl.load(taken + at, mask=place < count[:, None], other=2147483647)
+    if MASS:
+        weight = tl.exp(-key.to(tl.float32, bitcast=True)).to(tl.float64)
+    else:
+        weight = tl.full((PADDED, TAKEN), 1.0, tl.float64)
+    return key, weight
 
 
 @triton.jit
 def _cut(
     limits: tl.tensor,
-    part: tl.tensor,
-    state: tl.tensor,
+    keys: tl.tensor,
+    sums: tl.tensor,
+    taken: tl.tensor,
+    counts: tl.tensor,
     floors: tl.tensor,
     cuts: tl.tensor,
     ties: tl.tensor,
+    width: tl.tensor,
     blocks: tl.tensor,
     rows: tl.tensor,
     per_sequence: tl.tensor,
-    last: tl.tensor,
+    BLOCK: tl.constexpr,
+    TAKEN: tl.constexpr,
     MASS: tl.constexpr,
     FLOOR: tl.constexpr,
     PADDED: tl.constexpr,
@@ -157,20 +251,36 @@ def _cut(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     limit = tl.load(limits + row // per_sequence).to(tl.float64)
-    base, before, goal = _resolve(part, state, limit, row, rows, blocks, last, MASS, PADDED)
-    key = base.to(tl.int64)
-    everything = tl.full((), 2147483647, tl.int64)
+    line = rows + row
+    low, high = tl.load(keys + line * 2), tl.load(keys + line * 2 + 1)
+    before, goal = tl.load(sums + line * 2), tl.load(sums + line * 2 + 1)
+    n = tl.arange(0, PADDED)
+    count = tl.load(counts + row * blocks + n, mask=n < blocks, other=0)
+    most = tl.max(count)
+    base = before
+    front, front_weight = _taken(taken, count, row, width, 0, BLOCK, TAKEN, MASS, PADDED)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        below = base + tl.sum(tl.where(front < middle, front_weight, 0.0))
+        for start in range(TAKEN, most, TAKEN):
+            key, weight = _taken(taken, count, row, width, start, BLOCK, TAKEN, MASS, PADDED)
+            below += tl.sum(tl.where(key < middle, weight, 0.0))
+        reached = below >= goal
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle)
+        before = tl.where(reached, before, below)
+    everything = tl.full((), 2147483647, tl.int32)
     if MASS:
-        weight = tl.exp(-(key.to(tl.int32).to(tl.float32, bitcast=True))).to(tl.float64)
+        weight = tl.exp(-low.to(tl.float32, bitcast=True)).to(tl.float64)
         share = tl.minimum((goal - before) / tl.maximum(weight, 1e-40), 1e9)
         allowed = tl.ceil(tl.maximum(share, 1.0)).to(tl.int32)
         off = limit >= 1
         if FLOOR:
             everything = tl.load(floors + row)
-        tl.store(cuts + row, tl.where(off, everything, key))
+        tl.store(cuts + row, tl.where(off, everything, low))
         tl.store(ties + row, tl.where(off, 2147483647, allowed))
     else:
-        tl.store(cuts + row, tl.where(limit > 0, key, everything))
+        tl.store(cuts + row, tl.where(limit > 0, low, everything))
         tl.store(ties + row, 2147483647)
 
 
@@ -209,7 +319,7 @@ def _kept_sums(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     warm = tl.load(temperature + sequence).to(tl.float32)
     key, weight = _keys(logits, best, warm, row, at, row_stride, width)
-    cut = tl.load(cuts + row) if CUT else tl.full((), 2147483647, tl.int64)
+    cut = tl.load(cuts + row) if CUT else tl.full((), 2147483647, tl.int32)
     below, level = _keep(key, weight, cut, tl.load(min_p + sequence).to(tl.float32))
     to = row * blocks + tl.program_id(0)
     tl.store(sums + to, tl.sum(below.to(tl.float64)))
@@ -248,14 +358,14 @@ def _probs(
     at = block * BLOCK + tl.arange(0, BLOCK)
     warm = tl.load(temperature + sequence).to(tl.float32)
     key, weight = _keys(logits, best, warm, row, at, row_stride, width)
-    cut = tl.load(cuts + row) if CUT else tl.full((), 2147483647, tl.int64)
+    cut = tl.load(cuts + row) if CUT else tl.full((), 2147483647, tl.int32)
     allowed = tl.load(ties + row) if CUT else tl.full((), 2147483647, tl.int32)
     below, level = _keep(key, weight, cut, tl.load(min_p + sequence).to(tl.float32))
     n = tl.arange(0, PADDED)
     total = tl.sum(tl.load(sums + row * blocks + n, mask=n < blocks, other=0.0))
     count = tl.load(tied + row * blocks + n, mask=n < blocks, other=0)
     if CUT:
-        tied_weight = tl.exp(-(cut.to(tl.int32).to(tl.float32, bitcast=True))).to(tl.float64)
+        tied_weight = tl.exp(-(cut.to(tl.float32, bitcast=True))).to(tl.float64)
         kept_ties = tl.minimum(tl.sum(count), allowed)
         total += tl.where(kept_ties > 0, kept_ties.to(tl.float64) * tied_weight, 0.0)
     rank = tl.sum(tl.where(n < block, count, 0)) + tl.cumsum(level.to(tl.int32), 0)
@@ -291,14 +401,19 @@ def process(
     values, ids = best_blocks(flat, pdl=pdl)
     blocks = values.shape[1]
     padded = triton.next_power_of_2(blocks)
-    cuts = torch.empty(2, rows, dtype=torch.int64, device=device)
+    out = torch.empty(rows, width, dtype=torch.float32, device=device)
+    cuts = torch.empty(2, rows, dtype=torch.int32, device=device)
     ties = torch.empty(rows, dtype=torch.int32, device=device)
     searches = [(limits, mass) for limits, mass in ((top_k, False), (top_p, True)) if limits is not None]
+    sizes = (flat.stride(0), width, blocks, rows, per_sequence)
     for i, (limits, mass) in enumerate(searches):
-        part = torch.empty(PASSES, rows, blocks, 16, dtype=torch.float32, device=device)
-        state = torch.empty(PASSES, rows, 4, dtype=torch.float64, device=device)
+        part = torch.empty(2, rows, blocks, 16, dtype=torch.float32, device=device)
+        keys = torch.empty(2, rows, 2, dtype=torch.int32, device=device)
+        marks = torch.empty(2, rows, 2, dtype=torch.float64, device=device)
+        counts = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+        taken = out.view(torch.int32)
         options = {"MASS": mass, "FLOOR": i > 0, "PADDED": padded, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
-        for number in range(PASSES):
+        for first in (True, False):
             _search[(blocks, rows)](
                 flat,
                 values,
@@ -306,24 +421,36 @@ def process(
                 temperature,
                 limits,
                 cuts[0],
+                _bounds(device),
                 part,
-                state,
-                flat.stride(0),
-                width,
-                blocks,
-                rows,
-                per_sequence,
-                number,
+                keys,
+                marks,
+                *sizes,
                 BLOCK=BLOCK,
                 LANES=LANES,
-                FIRST=number == 0,
+                FIRST=first,
                 **options,
             )
-        _cut[(rows,)](limits, part, state, cuts[0], cuts[i], ties, blocks, rows, per_sequence, PASSES - 1, **options)
+        _gather[(blocks, rows)](
+            flat, values, ids, temperature, cuts[0], part, keys, marks, taken, counts, *sizes, BLOCK=BLOCK, **options
+        )
+        _cut[(rows,)](
+            limits,
+            keys,
+            marks,
+            taken,
+            counts,
+            cuts[0],
+            cuts[i],
+            ties,
+            *sizes[1:],
+            BLOCK=BLOCK,
+            TAKEN=TAKEN,
+            **options,
+        )
     cut = cuts[len(searches) - 1] if searches else cuts
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     tied = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    out = torch.empty(rows, width, dtype=torch.float32, device=device)
     common = {"BLOCK": BLOCK, "CUT": bool(searches), "PADDED": padded, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
     grid = (blocks, rows)
     _kept_sums[grid](
