@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import processor
 from torch.profiler import ProfilerActivity, profile
 
 from nextn.engine.engine import Engine, Request
@@ -100,7 +101,7 @@ def main() -> None:
     step, round_, vector = (statistics.median(found) for found in times.values())
     result = {
         "what": "105 M-parameter hybrid, random weights, float32, batch 1, context 128",
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "threads": torch.get_num_threads(),
         "load_average_at_start": round(load, 2),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -27,6 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 from nextn import __version__
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
@@ -116,7 +118,7 @@ def main() -> None:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "nextn": __version__,
         "python": platform.python_version(),
-        "cpu": cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "date": datetime.date.today().isoformat(),
@@ -294,13 +296,6 @@ def keep(folder: Path | None, work: Path, number: int, trace: str) -> None:
     if folder is not None:
         shutil.copytree(work, folder / str(number))
         (folder / str(number) / "traceback.txt").write_text(trace)
-
-
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 from nextn import __version__
 from nextn.families.registry import family_geometry, find_family
 
@@ -173,20 +175,13 @@ def main() -> None:
         "nextn": __version__,
         "python": platform.python_version(),
         "numpy": numpy.__version__,
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "date": datetime.date.today().isoformat(),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import processor
 from benchmarks.smollm2_prompts import conversations
-from benchmarks.tiny_accept import processor
 from nextn.train.command import make_reader
 from nextn.train.config import load_config
 from nextn.train.data import batches

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny_accept import processor
+from benchmarks.machine import processor
 from nextn import api, smollm2
 from nextn.checkpoint.download import local_folder
 from nextn.engine.engine import Engine

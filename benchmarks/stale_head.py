@@ -28,8 +28,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks.machine import processor
 from benchmarks.smollm2_prompts import conversations
-from benchmarks.tiny_accept import processor
 from nextn.assets import embedded_model
 from nextn.checkpoint.source import open_checkpoint
 from nextn.models.decoder import Decoder

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.machine import processor
 from nextn.assets import embedded_model
 from nextn.checkpoint.source import open_checkpoint
 from nextn.engine.engine import Engine, Request
@@ -89,13 +90,6 @@ def measure(model: Decoder, asked: list[list[int]], tokens: int, longest: int) -
             }
         rows.append(row)
     return rows
-
-
-def processor() -> str:
-    names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

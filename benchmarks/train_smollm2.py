@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.machine import processor
 from benchmarks.smollm2_prompts import write_prompts
 from benchmarks.smollm2_speed import PROMPTS, decode_speed, prompts
-from benchmarks.tiny_accept import processor
 from nextn.cli import main as nextn
 from nextn.convert.folder import write_folder
 from nextn.errors import NextnError

@@ -40,7 +40,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = 2 + bool(found["domains"])
-    figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
+    figure = Figure(figsize=(4.6 * panels, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels)
     drawn = measures(found)
@@ -65,7 +65,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     for axis, label in zip(axes[1:], ("context length (tokens)", "domain"), strict=False):
         axis.set(xlabel=label, ylabel="accept length", ylim=(1, found["draft_tokens"] + 1))
         axis.tick_params(axis="x", labelrotation=25)
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     for axis in axes:
         axis.grid(alpha=0.3)
     try:
