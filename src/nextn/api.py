@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
 
@@ -18,10 +19,11 @@ import torch
 from nextn.assets import embedded_model
 from nextn.checkpoint.download import local_folder
 from nextn.checkpoint.draft_ids import draft_ids
-from nextn.checkpoint.source import open_checkpoint
-from nextn.engine.admission import context_room
+from nextn.checkpoint.source import Checkpoint, open_checkpoint
+from nextn.engine.admission import context_room, token_limit
 from nextn.engine.auto import AutoLength
 from nextn.engine.defaults import GenerationDefaults, read_defaults
+from nextn.engine.device_errors import device_errors
 from nextn.engine.draft_length import FixedLength
 from nextn.engine.draft_vocab import calibrated_ids, checked_ids
 from nextn.engine.engine import Engine
@@ -98,7 +100,7 @@ class Generation:
         drafted, accepted: proposals verified, and those that matched.
         acceptance: by position i, the share of rounds in which d1..di were all accepted, of those that proposed di.
         seconds: wall time from prefill to the last token, of the whole batch that the prompt was decoded in.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop`` or ``length``; ``error`` where the prompt's logits held NaN while others were decoded.
         draft_rounds: every round's drafts, how many were accepted, and the tokens kept.
         logprobs: one entry a token where asked for.
     """
@@ -200,20 +202,25 @@ def load(
         source if source is not None else embedded_model(), revision=revision, token=token, cache_dir=cache_dir
     )
     checkpoint = open_checkpoint(folder)
+    if separate_draft and not mtp:
+        raise NextnError("A separate draft model is asked for, and mtp=False leaves the head out.", "Choose one.")
     where = _device(device)
     kind = _dtype(dtype) if dtype is not None else default_dtype(checkpoint, where)
     head_source = open_checkpoint(local_folder(head, token=token, cache_dir=cache_dir)) if head is not None else None
-    target, report = load_decoder(
-        checkpoint,
-        dtype=kind,
-        device=where,
-        mtp=mtp and not separate_draft,
-        head=head_source,
-        progress=progress,
-    )
     draft, draft_report = None, None
-    if mtp and separate_draft:
-        draft, draft_report = load_drafter(checkpoint, dtype=kind, device=where, head=head_source, progress=progress)
+    with device_errors(f"loading {_weights(checkpoint, kind)}", "Take another --device, or a --dtype of fewer bytes."):
+        target, report = load_decoder(
+            checkpoint,
+            dtype=kind,
+            device=where,
+            mtp=mtp and not separate_draft,
+            head=head_source,
+            progress=progress,
+        )
+        if separate_draft:
+            draft, draft_report = load_drafter(
+                checkpoint, dtype=kind, device=where, head=head_source, progress=progress
+            )
     drafted = draft_ids(head_source if head_source is not None else checkpoint) if mtp else None
     tokenizer = load_tokenizer(folder)
     defaults = read_defaults(
@@ -226,11 +233,19 @@ def load(
     return Model(folder, target, draft, tokenizer, defaults, report, draft_report, drafted)
 
 
+def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
+    """How large a checkpoint's weights are in a dtype, for an error."""
+    size = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()) * dtype.itemsize
+    return f"{size / 1e9:.1f} GB of weights in {str(dtype).removeprefix('torch.')}"
+
+
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
+        if chosen.type == "meta":
+            raise RuntimeError
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError):
         raise NextnError(
@@ -280,9 +295,12 @@ def generate(
     Returns:
         a `Generation`, or a list of them for several prompts.
     Raises:
-        NextnError: bad options, an empty prompt, one longer than the context, text without a tokenizer.
+        NextnError: bad options, an empty prompt, one longer than the context, text without a tokenizer; NaN in the
+            logits of a single prompt (of several, `finish_reason` says so).
     """
     on_step: Callable[[Step], None] | None = options.pop("on_step", None)
+    if on_step is not None and not callable(on_step):
+        raise NextnError(f"on_step is of type {type(on_step).__name__}.", "Give a function of one step.")
     batch, single = as_prompts(prompts)
     run = Run(model, batch, **options)  # type: ignore[misc]
     for step in run:
@@ -317,8 +335,11 @@ def draft_vocabulary(model: Model, asked: DraftVocabulary) -> list[int] | None:
     Raises:
         NextnError: no ids, ids outside the vocabulary, another word than ``full``, and as `frequent_vocab`.
     """
-    if isinstance(asked, str) and asked != "full":
-        raise NextnError(f"draft_vocab is {asked[:40]!r}.", "Give ids, how many, or 'full'.")
+    known = (
+        asked is None or asked == "full" or (isinstance(asked, int | Iterable) and not isinstance(asked, str | bool))
+    )
+    if not known:
+        raise NextnError(f"draft_vocab is {repr(asked)[:40]}.", "Give ids, how many, or 'full'.")
     if isinstance(asked, str) or (asked is None and model.draft_ids is None):
         return None
     ids = frequent_vocab(model, asked) if isinstance(asked, int) else asked if asked is not None else model.draft_ids
@@ -382,9 +403,12 @@ class Run:
             ids: Sequence[int] = tokenizer.encode(prompt)
         else:
             ids = list(prompt)
-        context_room(ids, self.model.target.config)
+        config = self.model.target.config
+        context_room(ids, config)
         text = TextStream(tokenizer, prompt_ids=ids, stop=params.stop, min_tokens=params.min_tokens)
-        return Request(ids, params, frozenset(self.model.defaults.eos_ids), text)
+        request = Request(ids, params, frozenset(self.model.defaults.eos_ids), text)
+        token_limit(request, config)
+        return request
 
     def __iter__(self) -> Iterator[Step]:
         started = time.perf_counter()
@@ -393,6 +417,8 @@ class Run:
         for news in self.engine.rounds(self.requests, progress=self.progress):
             now = time.perf_counter() - started
             for s, update in news:
+                if s.error is not None and len(self.requests) == 1:
+                    raise s.error
                 sequences[s.index] = s
                 if s.finish is not None:
                     ended[s.index] = now

@@ -133,6 +133,10 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(130)
         if "NEXTN_TRACEBACK" in os.environ:
             raise
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in str(error):
+            print("error: The memory ran out.", file=sys.stderr)
+            print("       Ask for less at once (batch sizes, lengths), or free memory.", file=sys.stderr)
+            sys.exit(2)
         print(f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)
         print("       This is a defect of nextn; run again with NEXTN_TRACEBACK=1 and report it.", file=sys.stderr)
         sys.exit(2)

@@ -201,6 +201,12 @@ def test_sampling_defaults_come_from_the_checkpoint(
         (["--prompt", "a", "--logprobs", "2"], "no effect without --json"),
         (["--prompt", "a", "--stop-token-id", "99999"], "Stop token id 99999"),
         (["--prompt", "a", "--bogus"], "No such option"),
+        (["--prompt", "a", "--draft-vocab", "-5"], "--draft-vocab is '-5'"),
+        (["--prompt", "a", "--draft-vocab", ""], "--draft-vocab is ''"),
+        (["--prompt", "a", "--draft-vocab", "9" * 5000], "--draft-vocab is '999"),
+        (["--prompt", "a", "--device", "meta"], "There is no device meta"),
+        (["--prompt", "a", "--exact", "--dtype", "float32"], "Exact decoding needs the fused kernels"),
+        (["--prompt", "a", "-k", "auto", "--seed", "1", "--temperature", "1"], "which follows the clock"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["nowhere", "--prompt", "a"], "nowhere is not the folder"),
         (["./nowhere", "--prompt", "a"], "nowhere is not the folder"),
@@ -259,6 +265,15 @@ def test_python_api() -> None:
         ("a", {"draft_tokens": 9}, "draft_tokens is 9"),
         ("a", {"logit_bias": [(5, 1.0)]}, "logit_bias is no mapping"),
         ("a", {"temperature": "hot"}, "temperature is hot"),
+        ("a", {"draft_vocab": 3.5}, "draft_vocab is 3.5"),
+        ("a", {"draft_vocab": True}, "draft_vocab is True"),
+        ("a", {"draft_vocab": ["a"]}, "something else than whole numbers"),
+        ("a", {"chunk": "a"}, "chunk is a"),
+        ("a", {"chunk": 1.5}, "chunk is 1.5"),
+        ("a", {"stop": 5}, "stop is 5"),
+        ("a", {"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ("a", {"stop_token_ids": [99999]}, "Stop token id 99999"),
+        ("a", {"ignore_eos": "no"}, "ignore_eos is 'no'"),
         (None, {}, "of type NoneType"),
         (b"abc", {}, "of type bytes"),
         ([5.5, 6], {}, "neither text nor token ids"),
@@ -280,6 +295,27 @@ def test_python_load_refusals() -> None:
         load(dtype=torch.int8)
     with pytest.raises(NextnError, match="given a int"):
         load(5)  # type: ignore[arg-type]
+    with pytest.raises(NextnError, match="mtp=False"):
+        load(mtp=False, separate_draft=True)
+    with pytest.raises(NextnError, match="on_step is of type int"):
+        generate(load(), "a", on_step=3)  # type: ignore[call-overload]
+
+
+def test_a_prompt_that_breaks_leaves_the_others_alone() -> None:
+    """An embedding of NaN: of several prompts the one that meets it ends in error, a single one is refused."""
+    model = load()
+    prompts = [[5, 6, 7], [5, 4000, 7], [9, 10]]
+    expected = [generate(model, p, max_tokens=12) for p in prompts]
+    assert not any(4000 in g.tokens for g in expected)
+    # The output projection is the same tensor: its row of NaN would break every logit.
+    plain = model.target.embed.forward
+    model.target.embed.forward = lambda ids: plain(ids).masked_fill((ids == 4000)[..., None], torch.nan)  # type: ignore[method-assign]
+    found = generate(model, prompts, max_tokens=12)
+    assert [g.finish_reason for g in found] == ["length", "error", "length"]
+    assert (found[0].tokens, found[2].tokens) == (expected[0].tokens, expected[2].tokens)
+    assert found[1].tokens == []
+    with pytest.raises(NextnError, match="NaN"):
+        generate(model, prompts[1], max_tokens=12)
 
 
 def test_automatic_draft_length_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:

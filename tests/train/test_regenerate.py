@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -388,6 +389,17 @@ def test_places_are_filled_again_whatever_the_lengths(model: Model, at_once: int
             assert (answer.text, answer.finish_reason) == (alone.text, alone.finish_reason)
             answered += 1
     assert temperature or answered > 22
+
+
+def test_an_answer_that_breaks_is_refused_and_the_others_go_on(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"input_ids": ids} for ids in ([5, 6, 7], [5, 200, 7], [9, 10])]
+    plain = model.target.embed.forward
+    monkeypatch.setattr(
+        model.target.embed, "forward", lambda ids: plain(ids).masked_fill((ids == 200)[..., None], torch.nan)
+    )
+    dialogues = [Dialogue.begin(n, line, chat=False) for n, line in enumerate(lines)]
+    told = {d.number: why for d, why in answer_locally(model, dialogues, at_once=3, options={"max_tokens": 4})}
+    assert told == {0: None, 1: "The model's logits hold NaN", 2: None}
 
 
 def test_thinking_that_the_template_opened_is_part_of_the_answer(folder: Path, tmp_path: Path) -> None:

@@ -36,9 +36,12 @@ def token_limit(request: Request, config: DecoderConfig) -> int:
     """Tokens that a request may generate within the model's context and its own limit.
 
     Raises:
-        NextnError: as `context_room`, or a logit bias for an id outside the vocabulary.
+        NextnError: as `context_room`, or a logit bias or stop for an id outside the vocabulary.
     """
     room, wanted = context_room(request.prompt, config), request.params.max_tokens
+    odd = next((t for t in request.params.stop_token_ids if t >= config.vocab), None)
+    if odd is not None:
+        raise NextnError(f"Stop token id {odd} is not in the vocabulary of {config.vocab}.", "Give ids of this model.")
     biased = next((t for t in request.params.logit_bias if t >= config.vocab), None)
     if biased is not None:
         raise NextnError(

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from nextn.models.decoder import Drafter
 
 TOKEN_ORDER = "token_order.json"
 """A checkpoint's own list of ids, the most frequent first."""
+LONGEST_ID = 18
+"""Digits: what a 64-bit id can have."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ def checked_ids(ids: Iterable[int], vocab: int) -> list[int]:
     Raises:
         NextnError: none, or one outside the vocabulary.
     """
-    chosen = sorted(set(ids))
+    given = list(ids)
+    if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in given):
+        raise NextnError("The draft vocabulary holds something else than whole numbers.", "Give token ids.")
+    chosen = sorted({int(i) for i in given})
     if not chosen:
         raise NextnError("The draft vocabulary is empty.", "Name at least one token id.")
     odd = next((i for i in chosen if not 0 <= i < vocab), None)
@@ -87,9 +93,10 @@ def read_ids(path: Path) -> list[int]:
     text = _text(path)
     if text.lstrip().startswith("{"):
         return listed_ids(read_json(path), str(path))
-    if not re.fullmatch(r"\s*\[?[\d\s,]*\]?\s*", text):
+    numbers = re.findall(r"\d+", text)
+    if not re.fullmatch(r"\s*\[?[\d\s,]*\]?\s*", text) or max(map(len, numbers), default=0) > LONGEST_ID:
         raise NextnError(f"{path} holds something else than token ids.", "Give a JSON list of whole numbers.")
-    return [int(number) for number in re.findall(r"\d+", text)]
+    return [int(number) for number in numbers]
 
 
 def frequent_ids(ids: Iterable[int], count: int, *, always: Iterable[int] = (), vocab: int) -> list[int]:

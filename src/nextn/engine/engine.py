@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, round by round, on the host's side of the tensors.
 
-`Engine.rounds` decodes a fixed list of requests in a pool made for them; a `Scheduler` does the work. A sequence
-ends exactly where plain decoding would end it, also inside an accepted run.
+`Engine.rounds` decodes a fixed list of requests, `Engine.scheduler` serves those that come and go. The pool holds what
+they need at once, or as much as memory allows; a `Scheduler` does the work. A sequence ends exactly where plain
+decoding would end it, also inside an accepted run.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from nextn.engine.admission import spare_positions, token_limit
+from nextn.engine.budget import cache_size, free_bytes
 from nextn.engine.cache import Cache
-from nextn.engine.device_errors import device_errors
+from nextn.engine.device_errors import device_errors, out_of_memory
 from nextn.engine.draft_length import DraftLength, FixedLength
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.executor import Executor
@@ -28,6 +30,10 @@ from nextn.options import MAX_CHUNK
 MAX_DRAFT_TOKENS = 8
 CHUNK = {"cuda": 2048}
 """Prompt positions a prefill forward by device, 512 elsewhere: a GPU takes less time than its host to start 512."""
+
+
+AT_ONCE = 256
+"""Sequences of one list that decode together at most; the others wait for their places."""
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Engine:
             arithmetic does not depend on the rows beside it. Needs the fused kernels.
         graphs: launch each round as one CUDA graph, ahead of reading the last one; None where fused rounds run on a
             GPU.
+        cache_bytes: memory that a pool may take; None for what is free (`nextn.engine.budget.free_bytes`).
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Engine:
         fused: bool | None = None,
         graphs: bool | None = None,
         exact: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         lengths = FixedLength(draft_tokens) if isinstance(draft_tokens, int) else draft_tokens
         if not 0 <= lengths.most <= MAX_DRAFT_TOKENS:
@@ -79,12 +87,15 @@ class Engine:
             raise NextnError("The model was loaded without an MTP head.", "Decode without one (`--no-mtp`).")
         device, dtype = target.embed.weight.device, target.embed.weight.dtype
         chunk = chunk if chunk is not None else CHUNK.get(device.type, 512)
-        if page_size < 1:
+        if not _whole(page_size) or page_size < 1:
             raise NextnError(f"page_size is {page_size}.", "Give a whole number of 1 or more.")
-        if not 1 <= chunk <= MAX_CHUNK:
+        if not _whole(chunk) or not 1 <= chunk <= MAX_CHUNK:
             raise NextnError(f"chunk is {chunk}.", f"Give a whole number from 1 to {MAX_CHUNK}.")
         self.target, self.draft, self.lengths = target, drafter, lengths
-        self.vocab = DraftVocab.gather(drafter, draft_vocab) if draft_vocab is not None and lengths.most else None
+        self.vocab: DraftVocab | None = None
+        if draft_vocab is not None and lengths.most:
+            with device_errors("copying the output projection's rows of the draft vocabulary", "Draft from fewer ids."):
+                self.vocab = DraftVocab.gather(drafter, draft_vocab)
         if fused is None:
             fused = available(device) and dtype != torch.float64
         if fused:
@@ -94,11 +105,13 @@ class Engine:
         if exact and not fused:
             raise NextnError(
                 "Exact decoding needs the fused kernels, which run on an NVIDIA GPU and cover dense models.",
-                "Decode without it (no `--exact`), or in float32.",
+                "Leave it out (`--exact`): in float32 and float64 greedy tokens are the same without."
+                if dtype in (torch.float32, torch.float64)
+                else "Leave it out (`--exact`), or decode in float32 (`--dtype float32`).",
             )
         self.fused, self.exact = fused, exact
         self.graphs = fused and device.type == "cuda" if graphs is None else graphs
-        self.chunk, self.page_size = chunk, page_size
+        self.chunk, self.page_size, self.cache_bytes = chunk, page_size, cache_bytes
         self.stats = EngineStats()
 
     def rounds(
@@ -109,9 +122,10 @@ class Engine:
         Args:
             progress: called with (prompt positions done, in all) during prefill.
         Yields:
-            after the prefill and after each round: (sequence, what it gained) for every sequence that took part.
+            after the prefill and after each round: (sequence, what it gained) for every sequence that took part; one
+            whose logits held NaN comes with nothing gained and its `error`, and the others go on.
         Raises:
-            NextnError: an empty prompt, one that does not fit the context, or NaN in the logits.
+            NextnError: an empty prompt, one that fits neither the context nor the memory, or a device that fails.
         """
         if not requests:
             return
@@ -123,9 +137,10 @@ class Engine:
             nonlocal done
             done += rows
             if progress is not None:
-                progress(done, total)
+                # Prompts of sequences that were paused are computed again.
+                progress(min(done, total), total)
 
-        scheduler = self.scheduler(rooms, prefilled=prefilled)
+        scheduler = self.scheduler(sorted(rooms)[-AT_ONCE:], prompts_first=True, prefilled=prefilled)
         for request in requests:
             scheduler.add(request)
         before = replace(self.stats)
@@ -134,36 +149,45 @@ class Engine:
                 news = scheduler.step()
             self.stats.prefill_seconds = before.prefill_seconds + scheduler.prefill_seconds
             self.stats.decode_seconds = before.decode_seconds + scheduler.decode_seconds
-            for s, _ in news:
-                if s.error is not None:
-                    raise s.error
             yield news
 
     def scheduler(
         self,
         rooms: Sequence[int],
         *,
+        prompts_first: bool = False,
         prefilled: Callable[[int], None] | None = None,
     ) -> Scheduler:
         """A scheduler over a new pool, for requests that come and go.
 
         Args:
-            rooms: positions of the sequences that the pool holds at once; a sequence may have as many as the largest.
+            rooms: positions of the sequences that the pool should hold at once; a sequence may have as many as the
+                largest. Where memory holds fewer sequences or positions, requests wait for others, or are paused.
+            prompts_first: run arriving prompts whole before the next round, which takes least time in all; else a
+                step holds `chunk` rows of prompts beside a round, so that nobody waits for long.
             prefilled: called with the rows of each prefill forward.
         Raises:
-            NextnError: the pool does not fit into memory.
+            NextnError: no rooms, or not even the largest fits into memory.
         """
-        # Graphs keep a page and a sequence for padding.
-        cache = self._cache([*rooms, 1] if self.graphs else rooms)
-        self.stats.cache_bytes = cache.nbytes
-        runner = self._runner(cache, max(rooms))
-        executor: Executor | None = None
-        if self.graphs:
-            from nextn.engine.graphs import GraphExecutor
+        if not rooms or min(rooms) < 1:
+            raise NextnError("A pool for no sequence is asked for.", "Give the positions of at least one.")
+        with device_errors("preparing to decode"):
+            cache = self._cache(rooms)
+            self.stats.cache_bytes = cache.nbytes
+            runner = self._runner(cache, max(rooms))
+            executor: Executor | None = None
+            if self.graphs:
+                from nextn.engine.graphs import GraphExecutor
 
-            executor = GraphExecutor(runner, cache)
+                executor = GraphExecutor(runner, cache)
         return Scheduler(
-            runner, cache, self.lengths, executor=executor, chunk=self.chunk, prompt_rows=None, prefilled=prefilled
+            runner,
+            cache,
+            self.lengths,
+            executor=executor,
+            chunk=self.chunk,
+            prompt_rows=None if prompts_first else self.chunk,
+            prefilled=prefilled,
         )
 
     def _runner(self, cache: Cache, longest: int) -> Runner:
@@ -174,27 +198,67 @@ class Engine:
         return PlainRunner(self.target, self.draft, self.vocab)
 
     def _cache(self, rooms: Sequence[int]) -> Cache:
-        """Pools that hold sequences of so many positions, all at once."""
+        """Pools that hold sequences of so many positions, all at once, or as much of that as memory allows."""
         weight, most = self.target.embed.weight, self.lengths.most
+        config = replace(self.target.config, head_layers=self.draft.config.head_layers if most else 0)
+        # Graphs keep a page and a sequence for padding.
+        padding = int(self.graphs)
+        pages = sum(-(-room // self.page_size) for room in rooms) + padding
+        sequences = len(rooms) + padding
 
-        def make(device: torch.device) -> Cache:
+        def make(device: torch.device, pages: int, sequences: int) -> Cache:
             return Cache(
-                replace(self.target.config, head_layers=self.draft.config.head_layers if most else 0),
-                pages=sum(-(-room // self.page_size) for room in rooms),
+                config,
+                pages=pages,
                 page_size=self.page_size,
-                sequences=len(rooms),
+                sequences=sequences,
                 rows=most + 1,
                 dtype=weight.dtype,
                 device=device,
                 replay=self.fused,
             )
 
+        meta = torch.device("meta")
+        wanted = make(meta, pages, sequences).nbytes
+        budget = self.cache_bytes if self.cache_bytes is not None else free_bytes(weight.device)
+        if wanted > budget:
+            least = -(-max(rooms) // self.page_size) + padding
+            one = make(meta, least, 1 + padding).nbytes
+            if one > budget:
+                raise _too_large(f"A sequence of {max(rooms)} positions takes", max(rooms), one, budget)
+            size = cache_size(
+                config,
+                budget,
+                page_size=self.page_size,
+                rows=most + 1,
+                sequences=sequences,
+                dtype=weight.dtype,
+                replay=self.fused,
+                least_pages=least,
+                least_sequences=1 + padding,
+            )
+            pages, sequences = min(size.pages, pages), size.sequences
         try:
-            return make(weight.device)
-        except torch.OutOfMemoryError:
-            wanted, free = make(torch.device("meta")).nbytes, torch.cuda.mem_get_info(weight.device)[0]
-            raise NextnError(
-                f"The caches of {len(rooms)} sequences and {sum(rooms)} positions take {wanted / 1e9:.1f} GB; "
-                f"{free / 1e9:.1f} GB are free, enough for about {int(sum(rooms) * free / wanted)} positions.",
-                "Lower max_tokens, the number of prompts at once or draft_tokens.",
+            return make(weight.device, pages, sequences)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            positions = pages * self.page_size
+            raise _too_large(
+                f"The caches of {sequences} sequences and {positions} positions take",
+                positions,
+                make(meta, pages, sequences).nbytes,
+                free_bytes(weight.device),
             ) from None
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _too_large(what: str, positions: int, wanted: int, free: int) -> NextnError:
+    return NextnError(
+        f"{what} {wanted / 1e9:.1f} GB; {free / 1e9:.1f} GB are free, enough for about "
+        f"{int(positions * free / wanted)} positions.",
+        "Lower max_tokens, the number of prompts at once or draft_tokens, or free memory that others hold.",
+    )

@@ -26,7 +26,8 @@ class SamplingParams:
         top_p: keep the smallest set of most probable tokens whose probabilities add up to this; 1 is off.
         top_k: keep tokens at least as probable as the k-th; 0 or -1 is off.
         min_p: keep tokens at least this share as probable as the most probable one; 0 is off.
-        seed: makes the request repeatable, whatever shares its batch; None draws one.
+        seed: makes the request repeatable for one draft length, whatever shares its batch; None draws one. Where the
+            length follows the clock (`auto`), sampled text does too.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt or output; 1 is off.
         presence_penalty: subtracted from the logits of ids in the output.
         frequency_penalty: subtracted once for each time that the id is in the output.
@@ -78,6 +79,11 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}.",
                 "Give a min_tokens of at most max_tokens.",
             )
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(value := getattr(self, name), Iterable):
+                raise NextnError(f"{name} is {value!r}.", "Give a list.")
+        if not isinstance(self.ignore_eos, bool):
+            raise NextnError(f"ignore_eos is {self.ignore_eos!r}.", "Give True or False.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(s, str) and s for s in stop):
             raise NextnError("A stop string is empty or not text.", "Give stop strings of one character or more.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from nextn import api
 from nextn.engine.admission import spare_positions, token_limit
+from nextn.engine.device_errors import device_errors
 from nextn.engine.engine import Engine
 from nextn.engine.request import Request, Running
 from nextn.engine.scheduler import Scheduler
@@ -81,7 +82,7 @@ def answer_locally(
             # Later turns are longer: a pool that they outgrow is left once it is empty.
             rooms = sorted((a.room for a in waiting), reverse=True)[:at_once]
             room = rooms[0] = max(rooms[0], 2 * room)
-            scheduler = engine.scheduler(rooms)
+            scheduler = engine.scheduler(rooms, prompts_first=True)
         assert scheduler is not None
         free = at_once - len(running)
         if free >= max(at_once // PLACES_REFILLED, 1):
@@ -89,13 +90,15 @@ def answer_locally(
                 asked = waiting.popleft()
                 running[scheduler.add(asked.request)] = asked
                 free -= 1
-        for s, _ in scheduler.step():
-            if s.error is not None:
-                raise s.error
+        with device_errors("decoding"):
+            news = scheduler.step()
+        for s, _ in news:
             if s.finish is None:
                 continue
             asked = running.pop(s.index)
-            if asked.dialogue.take(_answer(model, asked, s)):
+            if s.error is not None:
+                yield asked.dialogue, s.error.what.rstrip(".")
+            elif asked.dialogue.take(_answer(model, asked, s)):
                 following = _ask(model, asked.dialogue, options, seed, spare)
                 if isinstance(following, _Asked):
                     waiting.appendleft(following)

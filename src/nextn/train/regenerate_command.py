@@ -51,7 +51,8 @@ def regenerate(
     batch: Annotated[int, typer.Option(help="Prompts decoded together.", rich_help_panel=LOCAL)] = 16,
     head: Annotated[str | None, typer.Option(help="Draft with the head in this folder.", rich_help_panel=LOCAL)] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option("--draft-tokens", "-k", help="Draft length K.", rich_help_panel=LOCAL)
+        int | None,
+        typer.Option("--draft-tokens", "-k", help="Draft length K, 1 to 8; 0 for none.", rich_help_panel=LOCAL),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel=LOCAL)
@@ -90,6 +91,8 @@ def regenerate(
     ):
         if value is not None and value < 1:
             raise NextnError(f"{name} is {value}.", "Give a whole number of 1 or more.")
+    if draft_tokens is not None and not 0 <= draft_tokens <= 8:
+        raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 0 to 8.")
 
     from nextn.train.answers_file import AnswersFile, digest
     from nextn.train.dialogue import Dialogue
