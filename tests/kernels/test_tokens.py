@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextn.engine import sampling
+from nextn.engine import random, sampling
 from nextn.engine.logits import SamplingState, process
 from nextn.engine.params import SamplingParams
 from tests.kernels.cases import DEVICE, DTYPES, error, randn, real
@@ -67,6 +67,21 @@ def test_greedy_acceptance_of_nothing() -> None:
     assert torch.equal(tokens, logits.argmax(-1))
     assert accepted.tolist() == [0, 0, 0]
     assert not broken.any()
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),
+    start=st.integers(0, 2**40),
+    rows=st.integers(0, 9),
+)
+def test_random_numbers_are_the_definitions(seeds: list[int], start: int, rows: int) -> None:
+    """To the last bit, whatever the signs and however products wrap; with no row axis at rows 0."""
+    seed = torch.tensor(seeds, device=DEVICE)
+    position = start + torch.arange(len(seeds) * max(rows, 1), device=DEVICE)
+    position = position.view(len(seeds), rows) if rows else position
+    got = tokens_triton.uniforms(seed, position, sampling.LANES)
+    assert torch.equal(got, random.uniforms(seed, position))
 
 
 @pytest.mark.parametrize("rows,width", WIDTHS)

@@ -17,7 +17,7 @@ from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows, keep_inputs, prefill_delta
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.runner import PlainRunner
-from nextn.engine.sampling import ACCEPT, DRAW, SamplingState, accept_greedy, adjust
+from nextn.engine.sampling import ACCEPT, DRAW, LANES, SamplingState, accept_greedy, adjust
 from nextn.kernels import (
     activation_triton,
     attention,
@@ -174,6 +174,9 @@ class FusedRunner(PlainRunner):
             state.greedy.view(-1),
             pdl=self.dependent,
         )
+
+    def uniforms(self, seed: Tensor, position: Tensor) -> Tensor:
+        return tokens_triton.uniforms(seed, position, LANES, pdl=self.dependent)
 
     def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
         flat = tokens_triton.sample(probs.view(-1, probs.shape[-1]), draws.reshape(-1), pdl=self.dependent)

@@ -19,11 +19,7 @@ from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.runner import Runner
-from nextn.engine.sampling import (
-    DRAFT,
-    adjust,
-    uniforms,
-)
+from nextn.engine.sampling import DRAFT, adjust
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +130,7 @@ def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> 
             logits = adjust(logits, state, batch.drafts)
         return runner.accept_best(logits, batch.drafts)
     probs = runner.process(logits, state, batch.drafts)
-    tokens, accepted = runner.accept(probs, batch.drafts, batch.draft_probs, uniforms(state.seed, positions + 1))
+    tokens, accepted = runner.accept(probs, batch.drafts, batch.draft_probs, runner.uniforms(state.seed, positions + 1))
     return tokens, accepted, logits.amax((-1, -2)).isnan()
 
 
@@ -146,7 +142,7 @@ def _draft(runner: Runner, logits: Tensor, batch: Batch, drafts: Tensor) -> tupl
             logits = adjust(logits, state, drafts, before)
         return runner.best(logits), None
     law = runner.process(logits, state, drafts, before)
-    return runner.sample(law, uniforms(state.seed, batch.lengths + before + 1)[:, None, DRAFT]), law
+    return runner.sample(law, runner.uniforms(state.seed, batch.lengths + before + 1)[:, None, DRAFT]), law
 
 
 def _row(x: Tensor, at: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextn.engine.contexts import DraftContext, Rows, TargetContext
 from nextn.engine.draft_vocab import DraftVocab
-from nextn.engine.sampling import SamplingState, accept, accept_greedy, process, sample
+from nextn.engine.sampling import SamplingState, accept, accept_greedy, process, sample, uniforms
 from nextn.models.decoder import Decoder, Drafter
 
 
@@ -51,6 +51,10 @@ class Runner(Protocol):
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
         """Probabilities to sample from (`engine.logits.process`)."""
+        ...
+
+    def uniforms(self, seed: Tensor, position: Tensor) -> Tensor:
+        """The random numbers of positions (`engine.random.uniforms`)."""
         ...
 
     def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
@@ -96,6 +100,9 @@ class PlainRunner:
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
         return process(logits, state, drafts, first_row)
+
+    def uniforms(self, seed: Tensor, position: Tensor) -> Tensor:
+        return uniforms(seed, position)
 
     def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
         return sample(probs, draws)
