@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import processor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.command_line import PRINTED, positive, recorded
+from benchmarks.machine import processor
 from nextn.engine.engine import Engine, Request
 from nextn.engine.params import SamplingParams
 from nextn.kernels import linear
@@ -84,9 +85,9 @@ def product_share(model: Decoder, k: int, count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--count", type=positive, default=40)
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--out", type=Path, help=PRINTED)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     model = random_model()
@@ -106,7 +107,7 @@ def main() -> None:
         "load_average_at_start": round(load, 2),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": recorded(),
         "step_ms": round(step, 2),
         "step_of_vector_products_ms": round(vector, 2),
         "round_k3_ms": round(round_, 2),

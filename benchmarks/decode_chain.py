@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from geometries import VOCAB, Geometry
 from torch import Tensor
 
+from benchmarks.geometries import VOCAB, Geometry
 from nextn.kernels import activation_triton, attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
 from nextn.kernels.delta import DeltaLog, DeltaWeights
 from nextn.kernels.row_plans import RowPlans

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from geometries import VOCAB, Geometry
 
+from benchmarks.geometries import VOCAB, Geometry
 from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.logits import power_of_two

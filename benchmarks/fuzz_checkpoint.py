@@ -27,8 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from machine import processor
-
+from benchmarks.command_line import PRINTED
+from benchmarks.machine import processor
 from nextn import __version__
 from nextn.checkpoint.source import open_checkpoint
 from nextn.errors import NextnError
@@ -131,13 +131,13 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=20261129)
     parser.add_argument("--limit-s", type=float, default=2.0, help="time limit of one input")
     parser.add_argument("--work", help="folder for temporary files, best in memory")
     parser.add_argument("--keep", type=Path, help="folder that receives failing inputs")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help=PRINTED)
     return parser.parse_args()
 
 

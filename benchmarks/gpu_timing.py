@@ -5,11 +5,14 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+
+from benchmarks.command_line import RESULTS, recorded
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -56,13 +59,16 @@ def bf16_tflops(size: int = 8192) -> float:
     return 2 * size**3 / median_ms(lambda: a @ b) / 1e9
 
 
-def provenance() -> dict[str, Any]:
-    """Machine, versions, date and command of a result file."""
+def provenance(results: str = RESULTS) -> dict[str, Any]:
+    """Machine, versions, date and command of a result file, which belongs in the folder `results`."""
     import triton
 
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        versions["fla-core"] = version("fla-core")
     return {
         "machine": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": recorded(results),
     }

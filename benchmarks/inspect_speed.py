@@ -1,6 +1,6 @@
 """Time `nextn inspect` as a user runs it: a fresh process on a folder of 100 shards with a head of 1,553 tensors.
 
-    python benchmarks/inspect_speed.py [OUT.json]
+    python benchmarks/inspect_speed.py --out benchmarks/results/inspect-speed.json
 
 Three folders are built as sparse files: the head alone in 100 shards, the same with a trunk of 60 layers of 512 experts
 (92,160 expert tensors), and that one quantised, with a list of 1,800 entries. Wall time counts from starting Python to
@@ -9,6 +9,7 @@ its exit, processor time is what the process itself used, memory its peak reside
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,8 +20,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks.command_line import PRINTED
 from nextn import __version__
 from tests.fixtures import Entry, Folder, checkpoint, qwen3_5_moe
 
@@ -93,6 +93,9 @@ def imports() -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help=PRINTED)
+    options = parser.parse_args()
     results: dict[str, object] = {
         "date": date.today().isoformat(),
         "nextn": __version__,
@@ -109,8 +112,8 @@ def main() -> None:
             results[name] = {"tensors": count, "shards": len(made.shards)} | measure(root)
     text = json.dumps(results, indent=2)
     print(text)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text + "\n")
+    if options.out is not None:
+        options.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Check the kernels at real shapes and time each against the bytes that it must move, then a whole forward.
 
-    python benchmarks/kernels.py [--geometry 0.8b 4b] [--batch 1 32] [--out benchmarks/results/kernels-h200.json]
+    python benchmarks/kernels.py --geometry 4b --out benchmarks/results/kernels-h200.json
 
-Each kernel runs over the caches of all layers of its kind in one CUDA graph, so that no cache holds them. `floor_us` is
-its bytes over the read bandwidth measured in the same process; kernels of a few microseconds are bound by latency.
+Each kernel runs in one CUDA graph over inputs and caches of its own for every call, copies enough that the L2 cache
+does not hold them from one replay to the next. Where that would take more than `CALLS` calls, of a kernel that moves a
+few kilobytes, the row says `cached`: its data stay in the L2 cache, as they do in decoding. `floor_us` is the bytes of
+a call over the read bandwidth measured in the same process; kernels of a few microseconds are bound by latency.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_chain import BF16, Chain
-from geometries import GEOMETRIES, VOCAB
-from gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from torch import Tensor
 
+from benchmarks.command_line import PRINTED, need_gpu, positive
+from benchmarks.decode_chain import BF16, Chain, Layer
+from benchmarks.geometries import GEOMETRIES, VOCAB
+from benchmarks.gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from nextn.kernels import (
     activation,
     activation_triton,
@@ -37,12 +40,58 @@ from nextn.kernels import (
     rope_triton,
     tokens_triton,
 )
+from nextn.kernels.delta import DeltaLog
 from nextn.kernels.row_plans import measured_plans
 
 TOLERANCE = 1e-2
+CALLS = 2048
+"""Of a kernel in one graph, at most."""
+L2_TIMES = 4
+"""As many times the L2 cache is moved by a graph's calls, of which no more than half is moved twice."""
 
-Case = tuple[str, int, list[Callable[[], object]]]
-"""A kernel, the bytes that one call must move, and calls over distinct caches."""
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel to time.
+
+    Attributes:
+        kernel: its name.
+        moved_bytes: what one call must move.
+        calls: each over data of its own.
+    """
+
+    kernel: str
+    moved_bytes: int
+    calls: list[Callable[[], object]]
+
+
+def copies(moved_bytes: int, l2_bytes: int, at_once: int = 1) -> int:
+    """How many sets of data to cycle through.
+
+    Args:
+        moved_bytes: of one call.
+        l2_bytes: what they must not fit into; 0 asks for one set.
+        at_once: calls that a set serves.
+    """
+    wanted = L2_TIMES * l2_bytes // (moved_bytes * at_once) + 1
+    return max(1, min(wanted, CALLS // at_once))
+
+
+def clones(tensor: Tensor, count: int) -> list[Tensor]:
+    """The tensor and copies of it."""
+    return [tensor, *(tensor.clone() for _ in range(count - 1))]
+
+
+def layers_again(layers: list[Layer], count: int) -> list[Layer]:
+    """The layers, and again with caches of their own until there are `count` sets."""
+    found = list(layers)
+    for _ in range(count - 1):
+        for layer in layers:
+            log = layer.log
+            if log is not None:
+                log = DeltaLog(log.k.clone(), log.u.clone(), log.g.clone())
+            found.append(replace(layer, caches=tuple(t.clone() for t in layer.caches), log=log))
+    return found
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -100,71 +149,102 @@ def check(chain: Chain) -> dict[str, float]:
     return errors
 
 
-def cases(chain: Chain) -> Iterator[Case]:
-    """The kernels of a layer."""
+def cases(chain: Chain, l2_bytes: int) -> Iterator[Case]:
+    """The kernels of a layer; for `l2_bytes` see `copies`."""
     g, m, rows = chain.g, chain.batch * chain.rows, chain.rows
     full = [layer for layer in chain.layers if layer.delta is None]
     linear = [layer for layer in chain.layers if layer.delta is not None]
+
+    moved = m * g.hidden * 2 * 4
     x, stream = (torch.randn(m, g.hidden, dtype=BF16, device="cuda") for _ in range(2))
-    yield (
+    count = copies(moved, l2_bytes)
+    yield Case(
         "add_rms_norm",
-        m * g.hidden * 2 * 4,
-        [lambda: norm_triton.add_rms_norm(x, stream, chain.final, 1e-6, stream=stream, pdl=True)] * 24,
+        moved,
+        [
+            lambda x=x, s=s: norm_triton.add_rms_norm(x, s, chain.final, 1e-6, stream=s, pdl=True)
+            for x, s in zip(clones(x, count), clones(stream, count), strict=True)
+        ],
     )
+
+    moved = m * g.inter * (16 + 2)
     gate_up = torch.randn(2, m, 2 * g.inter, device="cuda")
-    yield (
+    yield Case(
         "silu_mul of 2 partial sums",
-        m * g.inter * (16 + 2),
-        [lambda: activation_triton.silu_mul(gate_up, dtype=BF16, pdl=True)] * 24,
+        moved,
+        [
+            lambda x=x: activation_triton.silu_mul(x, dtype=BF16, pdl=True)
+            for x in clones(gate_up, copies(moved, l2_bytes))
+        ],
     )
+
     mixed = torch.randn(2, m, g.products["attn_in"][0], device="cuda")
-    yield "qkv_to_pages", mixed.numel() * 4 + m * (g.heads + 2 * g.kv_heads) * g.head_dim * 2, [
-        lambda layer=layer: rope_triton.qkv_to_pages(
-            mixed, g.heads, chain.head_scale, chain.head_scale, 1e-6, chain.cos, chain.sin, chain.positions,
-            chain.table, *layer.caches, q_step=2 * g.head_dim, pdl=True,
-        ) for layer in full
-    ]  # fmt: skip
-    kv_bytes = chain.batch * chain.context * g.kv_heads * g.head_dim * 2 * 2
-    yield (
+    moved = mixed.numel() * 4 + m * (g.heads + 2 * g.kv_heads) * g.head_dim * 2
+    layers = layers_again(full, copies(moved, l2_bytes, len(full)))
+    yield Case(
+        "qkv_to_pages",
+        moved,
+        [
+            lambda layer=layer, x=x: rope_triton.qkv_to_pages(
+                x, g.heads, chain.head_scale, chain.head_scale, 1e-6, chain.cos, chain.sin, chain.positions,
+                chain.table, *layer.caches, q_step=2 * g.head_dim, pdl=True,
+            ) for layer, x in zip(layers, clones(mixed, len(layers)), strict=True)
+        ],
+    )  # fmt: skip
+
+    moved = mixed.numel() * 4 + chain.batch * chain.context * g.kv_heads * g.head_dim * 2 * 2
+    layers = layers_again(full, copies(moved, l2_bytes, len(full)))
+    yield Case(
         "qkv_to_pages and attention",
-        mixed.numel() * 4 + kv_bytes,
-        [lambda layer=layer: chain.mix(layer, mixed, True) for layer in full],
+        moved,
+        [
+            lambda layer=layer, x=x: chain.mix(layer, x, True)
+            for layer, x in zip(layers, clones(mixed, len(layers)), strict=True)
+        ],
     )
+
     inputs = torch.randn(2, m, g.products["gdn_in"][0], device="cuda")
-    copies = 2 if chain.replay else 1 + rows
-    state_bytes = chain.batch * g.v_heads * g.gdn_dim**2 * 4 * copies
-    yield (
+    moved = inputs.numel() * 4 + chain.batch * g.v_heads * g.gdn_dim**2 * 4 * (2 if chain.replay else 1 + rows)
+    layers = layers_again(linear, copies(moved, l2_bytes, len(linear)))
+    yield Case(
         f"delta_{'replay' if chain.replay else 'snapshots'}",
-        inputs.numel() * 4 + state_bytes,
-        [lambda layer=layer: chain.mix(layer, inputs, True) for layer in linear],
+        moved,
+        [
+            lambda layer=layer, x=x: chain.mix(layer, x, True)
+            for layer, x in zip(layers, clones(inputs, len(layers)), strict=True)
+        ],
     )
 
 
-def token_cases(rows: int) -> Iterator[Case]:
-    """Tokens from logits of `rows` rows of one sequence."""
+def token_cases(rows: int, l2_bytes: int) -> Iterator[Case]:
+    """Tokens from logits of `rows` rows of one sequence; for `l2_bytes` see `copies`."""
     logits = torch.randn(rows, VOCAB, device="cuda") * 3
     one = torch.ones(1, dtype=torch.float64, device="cuda")
     off = torch.zeros(1, dtype=torch.bool, device="cuda")
     k = torch.full((1,), 50, device="cuda")
-    probs = torch.softmax(logits, -1)
     draws = torch.rand(rows, dtype=torch.float64, device="cuda")
     size = logits.numel() * 4
-    yield "argmax", size, [lambda: tokens_triton.argmax(logits, pdl=True)] * 8
+    several = clones(logits, copies(size, l2_bytes))
+    yield Case("argmax", size, [lambda x=x: tokens_triton.argmax(x, pdl=True) for x in several])
     for name, top_k, top_p in (("temperature", None, None), ("top_p", None, one * 0.9), ("top_k", k, None)):
-        yield (
+        yield Case(
             f"process, {name}",
             2 * size,
-            [lambda top_k=top_k, top_p=top_p: probs_triton.process(logits, one, top_k, top_p, one * 0, off, pdl=True)]
-            * 4,
+            [
+                lambda x=x, top_k=top_k, top_p=top_p: probs_triton.process(x, one, top_k, top_p, one * 0, off, pdl=True)
+                for x in several
+            ],
         )
-    yield "sample", size, [lambda: tokens_triton.sample(probs, draws, pdl=True)] * 8
+    probs = [torch.softmax(x, -1) for x in several]
+    yield Case("sample", size, [lambda p=p: tokens_triton.sample(p, draws, pdl=True) for p in probs])
     if rows > 1:
-        drafts = probs[:-1].argmax(-1)[None]
-        target, draft, numbers = probs[None], probs[None, :-1].contiguous(), draws[None]
-        yield (
+        drafts = probs[0][:-1].argmax(-1)[None]
+        numbers = draws[None]
+        pairs = [(p[None], p[None, :-1].contiguous()) for p in probs]
+        yield Case(
             "accept",
             2 * VOCAB * 4,
-            [lambda: tokens_triton.accept(target, drafts, draft, numbers, numbers, pdl=True)] * 8,
+            [lambda t=t, d=d: tokens_triton.accept(t, drafts, d, numbers, numbers, pdl=True) for t, d in pairs],
         )
 
 
@@ -217,17 +297,18 @@ def compile_job(job: Job, pdl: bool) -> None:
     if not pdl:
         check(chain)
         return
-    for _, _, calls in (*cases(chain), *token_cases(job.rows)):
-        calls[0]()
+    for case in (*cases(chain, 0), *token_cases(job.rows, 0)):
+        case.calls[0]()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES), default=["0.8b", "4b"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels-h200.json"))
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32])
+    parser.add_argument("--context", type=positive, default=1024)
+    parser.add_argument("--out", type=Path, help=PRINTED)
     options = parser.parse_args()
+    need_gpu()
     jobs = [
         Job(name, batch, rows, replay, options.context)
         for name in options.geometry
@@ -238,14 +319,19 @@ def main() -> None:
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_job, jobs + jobs, [False] * len(jobs) + [True] * len(jobs)))
     bandwidth = read_gb_per_s()
-    record: dict[str, Any] = {**provenance(), "read_gb_per_s": round(bandwidth)}
+    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    record: dict[str, Any] = {**provenance(), "read_gb_per_s": round(bandwidth), "l2_cache_bytes": l2_bytes}
     record |= {"checks": [], "kernels": [], "forward": []}
     print(f"compiled in {time.time() - began:.0f} s; {bandwidth:.0f} GB/s", flush=True)
 
     def time_all(where: dict[str, Any], found: Iterable[Case]) -> None:
-        for kernel, size, calls in found:
-            us = median_ms(captured(lambda calls=calls: [call() for call in calls]), repeats=7) * 1e3 / len(calls)
-            row = {**where, "kernel": kernel, "us": round(us, 2), "floor_us": round(size / bandwidth / 1e3, 2)}
+        for case in found:
+            replay = captured(lambda case=case: [call() for call in case.calls])
+            us = median_ms(replay, repeats=7) * 1e3 / len(case.calls)
+            floor = case.moved_bytes / bandwidth / 1e3
+            row = {**where, "kernel": case.kernel, "us": round(us, 2), "floor_us": round(floor, 2)}
+            if case.moved_bytes * len(case.calls) < L2_TIMES * l2_bytes:
+                row["cached"] = True
             record["kernels"].append(row)
             print(*row.values(), flush=True)
 
@@ -256,16 +342,19 @@ def main() -> None:
         errors = check(chain)
         record["checks"].append({**where, "replay": job.replay, **{k: float(f"{v:.2g}") for k, v in errors.items()}})
         failed += [(where, k, v) for k, v in errors.items() if not v < TOLERANCE]
-        time_all(where, [case for case in cases(chain) if job.replay or case[0].startswith("delta")])
+        time_all(where, (case for case in cases(chain, l2_bytes) if job.replay or case.kernel.startswith("delta")))
         figures = {**where, "state": "replay" if job.replay else "snapshots", **forward_figures(chain, bandwidth)}
         record["forward"].append(figures)
         print(*figures.items(), flush=True)
         del chain
         torch.cuda.empty_cache()
     for rows in (1, 4):
-        time_all({"rows": rows}, token_cases(rows))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+        time_all({"rows": rows}, token_cases(rows, l2_bytes))
+    text = json.dumps(record, indent=1) + "\n"
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)
     for where, kernel, value in failed:
         print(f"WRONG: {kernel} at {where}: {value:.3g}")
     print(f"{len(jobs)} jobs in {time.time() - began:.0f} s")

@@ -1,6 +1,6 @@
 """Measure a merge into a base of 300 GB: seconds, bytes that reach the disk, peak memory.
 
-    python benchmarks/merge_sparse.py [--gigabytes 300] [--shards 100] [--folder DIR] [--out FILE]
+    python benchmarks/merge_sparse.py --folder DIR --out benchmarks/results/merge-sparse.json
 
 The base has the proportions of a large Qwen3.5 MoE; its files are sparse, so that they take no room. The head, of eight
 experts, is real bytes. Three cases: a graft (shards linked), a replacement whose old head shares one shard
@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import processor
-
+from benchmarks.command_line import PRINTED, positive
+from benchmarks.machine import processor
 from nextn import __version__
 from nextn.families.registry import family_geometry, find_family
 
@@ -137,11 +137,11 @@ def measure(arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=300)
-    parser.add_argument("--shards", type=int, default=100)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "merge-sparse.json")
+    parser.add_argument("--shards", type=positive, default=100)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the sparse files")
+    parser.add_argument("--out", type=Path, help=PRINTED)
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=options.folder))
     total = int(options.gigabytes * 1e9)
@@ -180,8 +180,12 @@ def main() -> None:
         "system": platform.platform(),
         "date": datetime.date.today().isoformat(),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    text = json.dumps(result, indent=2) + "\n"
+    if options.out is None:
+        print(text)
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text)
 
 
 if __name__ == "__main__":

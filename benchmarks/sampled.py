@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import Bench
-from decode_setup import GREEDY, cache_of, random_model
-from geometries import GEOMETRIES
-from gpu_timing import provenance
 
+from benchmarks.command_line import need_gpu, positive
+from benchmarks.decode_bench import Bench
+from benchmarks.decode_setup import GREEDY, cache_of, random_model
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.gpu_timing import provenance
 from nextn.engine.sampling import SamplingParams
 
 CONTEXT, K = 1024, 3
@@ -61,10 +62,11 @@ def rows_of(geometry: str, batch: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", nargs="*", default=["4b", "0.8b"], choices=list(GEOMETRIES))
-    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--geometry", nargs="+", default=["4b", "0.8b"], choices=list(GEOMETRIES))
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    need_gpu()
     rows: list[dict[str, Any]] = []
     for geometry in options.geometry:
         for batch in options.batch:

@@ -1,9 +1,9 @@
 """Run many random scheduler traces (tests/engine/traces.py) and record how many gave every request its own tokens.
 
-    python -m benchmarks.scheduler_traces --traces 10000 --out benchmarks/results/scheduler-traces.json
+    python benchmarks/scheduler_traces.py --traces 10000 --out benchmarks/results/scheduler-traces.json
 
 Runs until so many are done or --minutes have passed. The record always holds the true number: it is written anew after
-every 100 traces. A trace that fails is named by its seed, and `run_trace(seed)` repeats it.
+every 100 traces, where --out names a file. A trace that fails is named by its seed, and `run_trace(seed)` repeats it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import PRINTED, positive, recorded
 from tests.engine.traces import run_trace
 
 
@@ -68,24 +69,27 @@ class Totals:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=1000, help="first seed")
-    parser.add_argument("--traces", type=int, default=10000)
+    parser.add_argument("--traces", type=positive, default=10000)
     parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scheduler-traces.json"))
+    parser.add_argument("--jobs", type=positive, default=1, help="processes that share the seeds")
+    parser.add_argument("--out", type=Path, help=PRINTED)
     options = parser.parse_args()
     totals, started = Totals(), time.monotonic()
 
-    def record() -> None:
+    def record() -> str:
         out = {
             "what": "random scheduler traces in float64; every request compared with itself alone",
-            "command": f"python -m benchmarks.scheduler_traces --first {options.first} --traces {options.traces}",
+            "command": recorded(),
             "date": datetime.now(UTC).date().isoformat(),
             "machine": f"{platform.machine()} CPU, {options.jobs} processes of one thread",
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             **totals.as_json(),
             "wall_seconds": round(time.monotonic() - started, 1),
         }
-        options.out.write_text(json.dumps(out, indent=1) + "\n")
+        text = json.dumps(out, indent=1) + "\n"
+        if options.out is not None:
+            options.out.write_text(text)
+        return text
 
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for found in pool.imap(attempt, range(options.first, options.first + options.traces)):
@@ -95,8 +99,7 @@ def main() -> None:
             if time.monotonic() - started > 60 * options.minutes:
                 break
         pool.terminate()
-    record()
-    print(options.out.read_text())
+    print(record())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import recorded
 from benchmarks.machine import processor
 from nextn import api, smollm2
 from nextn.checkpoint.download import local_folder
@@ -126,7 +127,7 @@ def main() -> None:
         "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": f"python -m benchmarks.smollm2_speed --out {out}",
+        "command": recorded(),
         "rows": rows,
     }
     size = {"new_tokens": 128, "repeats": 2}

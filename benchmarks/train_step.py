@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import need_gpu
 from benchmarks.geometries import GEOMETRIES, VOCAB, Geometry
 from nextn.checkpoint.source import Checkpoint
 from nextn.models.config import decoder_config
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    need_gpu()
     device = torch.device("cuda")
     model = random_model(GEOMETRIES[given.size], device)
     batch = batch_of(given.tokens, given.documents, device)

@@ -1,11 +1,11 @@
 """Measure every candidate kernel for the row products of the Qwen3.5 shapes and write the table of the fastest.
 
-    python benchmarks/tune_rows.py [--rows 1 4 16 32] [--out src/nextn/kernels/rows_h200.json]
+    python benchmarks/tune_rows.py --rows 1 4 16 32 --out src/nextn/kernels/rows_h200.json
 
 Each candidate runs over several weights of the shape in one CUDA graph, more than the L2 cache holds, with dependent
 launch as in decoding; cuBLAS is a candidate like any other. A product with partial sums is charged for the time that
 its reader takes to add them. The best few are then tried with weights loaded and asked into the L2 cache before the
-wait. Shapes that are not measured keep the plans that the file already has. The file is written after each row count.
+wait. Shapes that are not measured keep the plans of the table in use. The file is written after each row count.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from geometries import GEOMETRIES
-from gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.command_line import PRINTED, need_gpu, positive
+from benchmarks.geometries import GEOMETRIES
+from benchmarks.gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from nextn.kernels.row_plans import LIBRARY, TABLE, RowPlan
 from nextn.kernels.rows_triton import row_product
 
@@ -144,10 +145,11 @@ def tune(n: int, k: int, rows: int) -> tuple[RowPlan, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES), default=list(GEOMETRIES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 4, 16])
     parser.add_argument("--phase", choices=["both", "compile", "measure"], default="both")
-    parser.add_argument("--out", type=Path, default=TABLE)
+    parser.add_argument("--out", type=Path, help=PRINTED)
     options = parser.parse_args()
+    need_gpu()
     began = time.time()
     sizes = shapes(options.geometry)
     compiled = compile_all(sizes, options.rows) if options.phase != "measure" else 0
@@ -168,9 +170,13 @@ def main() -> None:
             torch.cuda.empty_cache()
         measured = {(f["shape"], f["rows"]) for f in figures}
         kept = [f for f in old["figures"] if (f["shape"], f["rows"]) not in measured]
-        record = {**provenance(), "read_gb_per_s": round(bandwidth), "plans": plans, "figures": figures + kept}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {options.out} after {time.time() - began:.0f} s", flush=True)
+        record = {**provenance("src/nextn/kernels"), "read_gb_per_s": round(bandwidth)}
+        text = json.dumps({**record, "plans": plans, "figures": figures + kept}, indent=1) + "\n"
+        if options.out is not None:
+            options.out.write_text(text)
+        print(f"{rows} rows done after {time.time() - began:.0f} s", flush=True)
+    if options.out is None:
+        print(text)
 
 
 if __name__ == "__main__":
