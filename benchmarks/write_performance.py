@@ -1,6 +1,8 @@
 """Write docs/performance.md from the result files; with --check only say whether it is current.
 
-python benchmarks/write_performance.py
+    python benchmarks/write_performance.py
+
+Records of earlier forms of the benchmarks are taken too. What these did not measure soundly is left out.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.targets import TIMES_FASTER, Target, ratio, target
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-TARGETS = {"4b": ((1.52, 1.25), (1.50, 1.25)), "9b": ((1.30, 1.15), (1.32, 1.15)), "0.8b": ((3.2, 1.8), (2.5, 1.6))}
-"""Times floor at batch 1, (must, aim) for the step and for the round at K = 3."""
+FORCED = "Acceptance is forced by a test-only switch, `Forced` of `benchmarks/decode_bench.py`."
+
+Cell = tuple[str, int, str, float, float]
+"""Geometry, batch size, step or round, milliseconds of nextn and of SGLang."""
 
 
 def result(name: str) -> dict[str, Any]:
@@ -34,41 +40,84 @@ def source(name: str, record: dict[str, Any]) -> str:
     return f"From `benchmarks/results/{name}`: {record['machine']}, {versions}, {record['date']}.{command}"
 
 
-def against(ratio: float, goal: tuple[float, float] | None) -> str:
+def against(ratio: float, goal: Target | None) -> str:
     """A ratio, with what it must be and aims to be where that was set."""
-    return f"{ratio:.2f}" + (f" ({goal[0]:.2f} / {goal[1]:.2f})" if goal is not None else "")
+    return f"{ratio:.2f}" + (f" ({goal.must:.2f} / {goal.aim:.2f})" if goal is not None else "")
 
 
 def floors(record: dict[str, Any]) -> list[str]:
     rows = []
+    sound = all("peak_memory_other_gb" in r for r in record["rows"])
     for r in record["rows"]:
-        known = r["batch"] == 1 and r["draft_tokens"] == 3 and r["draft_vocab"] is None
-        goals = TARGETS[r["geometry"]] if known else (None, None)
-        rows.append(
-            (
-                r["geometry"], r["batch"], r["draft_tokens"], r["draft_vocab"] or "all",
-                f"{r['step_ms']:.3f}", f"{r['step_floor_ms']:.3f}", against(r["step_ratio"], goals[0]),
-                f"{r['round_ms']:.3f}", f"{r['round_floor_ms']:.3f}", against(r["round_ratio"], goals[1]),
-                f"{r['break_even_accept_length']:.2f}", f"{r['peak_memory_gb']:.1f}",
-            )
-        )  # fmt: skip
+        cells = [r["geometry"], r["batch"], r["draft_tokens"], r["draft_vocab"] or "all"]
+        for what in ("step", "round"):
+            cells += [f"{r[f'{what}_ms']:.3f}", f"{r[f'{what}_floor_ms']:.3f}"]
+            cells.append(against(ratio(r, what), target(r, what)))
+        cells.append(f"{r['round_ms'] / r['step_ms']:.2f}")
+        rows.append([*cells, f"{r['peak_memory_gb']:.1f}"] if sound else cells)
     head = ["geometry", "batch", "K", "draft vocabulary", "step ms", "floor", "ratio", "round ms", "floor", "ratio"]
-    return table([*head, "breaks even at", "peak GB"], rows)
+    return table([*head, "breaks even at", *(["peak GB"] if sound else [])], rows)
 
 
-def anchor(record: dict[str, Any], peer: dict[str, Any]) -> list[str]:
+def verdict(record: dict[str, Any]) -> list[str]:
+    """Which targets are met, in words; by the ratios before they are rounded."""
+    found: dict[str, list[str]] = {"reached": [], "missed": [], "exceeded": []}
+    for r in record["rows"]:
+        for what in ("step", "round"):
+            goal, times = target(r, what), ratio(r, what)
+            if goal is None:
+                continue
+            named = f"{r['geometry']} {what}"
+            found["reached" if times <= goal.aim else "missed"].append(f"{named} ({times:.3f}, aim {goal.aim:.2f})")
+            if times > goal.must:
+                found["exceeded"].append(f"{named} ({times:.3f}, must {goal.must:.2f})")
+    musts = listed(found["exceeded"]) or "none"
+    return [
+        f"- above what they must be: {musts}",
+        f"- aims reached: {listed(found['reached']) or 'none'}",
+        f"- aims missed: {listed(found['missed']) or 'none'}",
+    ]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence."""
+    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1] if names else ""
+
+
+def quicker(cells: Sequence[Cell]) -> str:
+    """In how many cells nextn takes less time than SGLang, and by how much where more than that is asked for."""
+    slower = [f"{g} {what} at batch {b}" for g, b, what, mine, theirs in cells if mine >= theirs]
+    less = f"nextn takes less time in {len(cells) - len(slower)} of {len(cells)} cells"
+    less += f"; not in {listed(slower)}" if slower else ""
+    more = [
+        f"The {g} {what} at batch {b} is {theirs / mine:.2f} times as fast "
+        f"(to reach: {wanted:.0f}, {'met' if theirs / mine >= wanted else 'missed'})."
+        for g, b, what, mine, theirs in cells
+        if (wanted := TIMES_FASTER.get((g, b, what))) is not None
+    ]
+    return " ".join([f"{less}.", *more])
+
+
+def anchor_cells(record: dict[str, Any], peer: dict[str, Any]) -> list[Cell]:
+    """Of two records; of a range, SGLang's best."""
     ours = {
         (r["geometry"], r["batch"]): r for r in record["rows"] if r["draft_vocab"] is None and r["draft_tokens"] == 3
     }
+    return [
+        (r["geometry"], r["batch"], what, ours[r["geometry"], r["batch"]][f"{what}_ms"], theirs)
+        for r in peer["rows"]
+        for what, theirs in (("step", r["step_ms"]), ("round", r["round_ms"][0]))
+    ]
+
+
+def anchor(cells: Sequence[Cell], peer: dict[str, Any]) -> list[str]:
     rows = []
-    for r in peer["rows"]:
-        mine = ours[r["geometry"], r["batch"]]
+    for r, (_, _, _, step, _), (_, _, _, round_, _) in zip(peer["rows"], cells[::2], cells[1::2], strict=True):
         low, high = r["round_ms"]
         rows.append(
             (
-                r["geometry"], r["batch"], f"{mine['step_ms']:.2f}", f"{r['step_ms']:.2f}",
-                f"{r['step_ms'] / mine['step_ms']:.2f}", f"{mine['round_ms']:.2f}",
-                f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}", f"{low / mine['round_ms']:.2f}",
+                r["geometry"], r["batch"], f"{step:.2f}", f"{r['step_ms']:.2f}", f"{r['step_ms'] / step:.2f}",
+                f"{round_:.2f}", f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}", f"{low / round_:.2f}",
             )
         )  # fmt: skip
     head = ["geometry", "batch", "step: nextn", "SGLang", "times faster", "round: nextn", "SGLang", "times faster"]
@@ -103,9 +152,13 @@ def extras(record: dict[str, Any]) -> list[str]:
         rows = ((r["geometry"], r["batch"], r["draft_vocab"] or "all", f"{r['head_share']:.0%}") for r in shares)
         lines += table(["geometry", "batch", "draft vocabulary", "share"], rows)
     if forced := [r for r in whole if r.get("forced")]:
-        lines += ["## Speed-up by accept length", "", f"Acceptance is forced: {record['forced_by']}.", ""]
+        lines += ["## Speed-up by accept length", "", FORCED, ""]
         lengths = [f["accept_length"] for f in forced[0]["forced"]]
-        rows = ((r["geometry"], r["batch"], *(f"{f['speed_up']:.2f}" for f in r["forced"])) for r in forced)
+        gained = ([f["accept_length"] * r["step_ms"] / f["round_ms"] for f in r["forced"]] for r in forced)
+        rows = (
+            (r["geometry"], r["batch"], *(f"{times:.2f}" for times in every))
+            for r, every in zip(forced, gained, strict=True)
+        )
         lines += table(["geometry", "batch", *(f"accept length {n}" for n in lengths)], rows)
     if exact := [r for r in whole if "exact_step_ms" in r]:
         lines += ["## Exact decoding", "", "`--exact`, milliseconds, and how much slower than without it.", ""]
@@ -115,53 +168,116 @@ def extras(record: dict[str, Any]) -> list[str]:
             for r in exact
         )  # fmt: skip
         lines += table(["geometry", "batch", "step ms", "times", "round ms", "times"], rows)
-    if memory := [r for r in whole if "separate_draft_peak_memory_gb" in r]:
-        lines += ["## Peak memory with the head inside and as a separate draft", ""]
-        rows = (
-            (r["geometry"], r["batch"], r["peak_memory_gb"], r["separate_draft_peak_memory_gb"],
-             f"{r['separate_draft_round_ms']:.3f}")
-            for r in memory
-        )  # fmt: skip
-        lines += table(["geometry", "batch", "native GB", "separate GB", "separate round ms"], rows)
-    if starts := record.get("start_up"):
-        lines += ["## Start-up", "", "Seconds from weights on the GPU to the first round, batch 1, K = 3.", ""]
-        rows = ((g, s["start_up_cold_s"], s["start_up_warm_s"]) for g, s in starts.items())
-        lines += table(["geometry", "empty Triton cache", "warm"], rows)
-    return lines
+    return [*lines, *separate_draft(whole), *start_up(record)]
+
+
+def separate_draft(whole: Sequence[dict[str, Any]]) -> list[str]:
+    """Rounds with the head as a second model; their memory where it was measured soundly."""
+    apart = [r for r in whole if "separate_draft_round_ms" in r]
+    if not apart:
+        return []
+    text = ["`--separate-draft`: a second embedding and output head beside the target's."]
+    rows = [[r["geometry"], r["batch"], f"{r['round_ms']:.3f}", f"{r['separate_draft_round_ms']:.3f}"] for r in apart]
+    head = ["geometry", "batch", "native round ms", "separate round ms"]
+    if all("separate_draft_extra_gb" in r for r in apart):
+        other = max(r[f"{name}_other_gb"] for r in apart for name in ("peak_memory", "separate_draft_peak_memory"))
+        text = [
+            "`--separate-draft`: a second embedding and output head beside the target's, which then has no head of its",
+            "own. Peaks of memory while a round is compiled, captured and run. Allocated before: weights, a cache",
+            f"and at most {other:.2f} GB.",
+        ]
+        keys = ("peak_memory_gb", "separate_draft_peak_memory_gb", "separate_draft_extra_gb")
+        rows = [[*cells, *(f"{r[key]:.2f}" for key in keys)] for cells, r in zip(rows, apart, strict=True)]
+        head += ["native GB", "separate GB", "difference"]
+    return ["## The head as a separate draft", "", *text, "", *table(head, rows)]
+
+
+def start_up(record: dict[str, Any]) -> list[str]:
+    starts: dict[str, dict[str, Any]] = record.get("start_up", {})
+    if not starts:
+        return []
+    tokens = {s.get("prompt_tokens") for s in starts.values()}
+    if tokens == {None}:
+        what = "the first round, batch 1, K = 3, on a cache that was filled without a prompt."
+        cold = "empty Triton cache"
+    else:
+        lengths = listed([f"{n:,}" for n in sorted(n for n in tokens if n is not None)])
+        what = f"the first answer, batch 1, K = 3: a prompt of {lengths} tokens and a round."
+        cold = "empty caches of kernels and of their tuning"
+    rows = ((g, s["start_up_cold_s"], s["start_up_warm_s"]) for g, s in starts.items())
+    return [
+        "## Start-up",
+        "",
+        f"Seconds from weights on the GPU to {what}",
+        "",
+        *table(["geometry", cold, "warm"], rows),
+    ]
+
+
+def product(record: dict[str, Any]) -> list[str]:
+    """`nextn.generate` beside the executor alone, where the record has it."""
+    measured = [r for r in record["rows"] if "generate_step_ms" in r]
+    if not measured:
+        return []
+    rows = (
+        (r["geometry"], r["draft_tokens"], f"{r['step_ms']:.3f}", f"{r['generate_step_ms']:.3f}",
+         f"{r['round_ms']:.3f}", f"{r['generate_round_ms']:.3f}", f"{r['generate_accept_length']:.2f}",
+         f"{r['generate_step_tokens_per_s']:.0f}", f"{r['generate_round_tokens_per_s']:.0f}")
+        for r in measured
+    )  # fmt: skip
+    head = ["geometry", "K", "step: executor", "generate", "round: executor", "generate", "accept length"]
+    return [
+        "## The whole product",
+        "",
+        f"`nextn.generate` with scheduler, stops and text: one prompt of {measured[0]['context']:,} tokens,",
+        f"{measured[0]['generate_tokens']} greedy tokens. Milliseconds from one forward's tokens to the next's, by the",
+        "host's clock, beside the executor's loop. Tokens a second are those of a whole call, its prompt and the",
+        "capturing of its graph included.",
+        "",
+        *table([*head, "tokens / s at K = 0", "with the head"], rows),
+    ]
 
 
 def sampling(record: dict[str, Any]) -> list[str]:
-    rows = (
-        (r["geometry"], r["batch"], r["sampling"], f"{r['step_ms']:.3f}", f"{r['step_ratio']:.2f}",
-         f"{r['round_ms']:.3f}", f"{r['round_ratio']:.2f}")
-        for r in record["rows"]
-    )  # fmt: skip
+    rows = []
+    greedy: dict[str, Any] = {}
+    for r in record["rows"]:
+        greedy = r if r["sampling"] == "greedy" else greedy
+        cells = [r["geometry"], r["batch"], r["sampling"]]
+        for what in ("step_ms", "round_ms"):
+            cells += [f"{r[what]:.3f}", f"{r[what] / greedy[what]:.2f}"]
+        rows.append(cells)
     return table(["geometry", "batch", "sampling", "step ms", "over greedy", "round ms", "over greedy"], rows)
 
 
 def parting(record: dict[str, Any]) -> list[str]:
     rows = (
-        (r["model"], f"{r['prompts']} x {r['tokens_each']}", r["parted"], r["parted_per_1000_tokens"], r["near_ties"],
-         r["largest_gap_over_rounding"], r["parted_exact"])
+        (r["model"], r.get("batch", r["prompts"]), f"{r['prompts']} x {r['tokens_each']}", r["parted"],
+         r["parted_per_1000_tokens"], r["near_ties"], r["largest_gap_over_rounding"], r["parted_exact"])
         for r in record["rows"]
     )  # fmt: skip
-    head = ["model", "prompts x tokens", "parted", "per 1,000 tokens", "of them near-ties", "largest gap / rounding"]
-    return table([*head, "parted with `--exact`"], rows)
+    head = ["model", "batch", "prompts x tokens", "parted", "per 1,000 tokens", "of them near-ties"]
+    return table([*head, "largest gap / rounding", "parted with `--exact`"], rows)
 
 
-def together(record: dict[str, Any]) -> list[str]:
-    rows = (
-        (r["geometry"], r["batch"], what, f"{mine:.2f}", f"{theirs:.2f}", f"{theirs / mine:.2f}")
+def together_cells(record: dict[str, Any]) -> list[Cell]:
+    return [
+        (r["geometry"], r["batch"], what, mine, theirs)
         for r in record["rows"]
         for what in ("step", "round")
         if (mine := r[f"nextn_{what}_ms"]) is not None and (theirs := r[f"sglang_{what}_ms"]) is not None
-    )
+    ]
+
+
+def together(cells: Sequence[Cell]) -> list[str]:
+    rows = ((g, b, what, f"{mine:.2f}", f"{theirs:.2f}", f"{theirs / mine:.2f}") for g, b, what, mine, theirs in cells)
     return table(["geometry", "batch", "what", "nextn ms", "SGLang ms", "times faster"], rows)
 
 
 def page() -> str:
     decode, peer, apart = (result(n) for n in ("decode-h200.json", "sglang-h200.json", "divergence-h200.json"))
     pair, sampled = result("pair-h200.json"), result("sampled-h200.json")
+    far, near = anchor_cells(decode, peer), together_cells(pair)
     lines = [
         "# Performance",
         "",
@@ -171,21 +287,30 @@ def page() -> str:
         "",
         f"{source('decode-h200.json', decode)} Read bandwidth in the same process: {decode['read_gb_per_s']:.0f} GB/s.",
         "Random weights of the Qwen3.5 geometries, bf16, 1,024 positions of context. A step is one token without the",
-        "head; a round is verify, accept, extend and K - 1 draft steps, one CUDA graph. The floor is weights, states",
-        "and K/V over that bandwidth. Behind a ratio: what it must be / aims to be. A round breaks even at the accept",
-        f"length given. {decode.get('note', '')}".rstrip(),
+        "head; a round is verify, accept, extend and K - 1 draft steps, one CUDA graph. Times are those of the",
+        "engine's executor, which launches a round and collects the one before it, without scheduler, stops and text.",
+        "The floor is weights, states and K/V over that bandwidth. Behind a ratio: what it must be / aims to be. A",
+        f"round breaks even at the accept length given. {decode.get('note', '')}".rstrip(),
+        "",
+        "At batch 1 and K = 3, as multiples of the floor:",
+        "",
+        *verdict(decode),
         "",
         *floors(decode),
+        *product(decode),
         *prompts(decode),
         "## Beside SGLang",
         "",
         f"{source('sglang-h200.json', peer)} {peer['note']}",
-        "Milliseconds; nextn at 1,024 positions of context, SGLang at 512 to 768; different machines.",
+        "Milliseconds. nextn's are those of its executor's loop, without scheduler, stops and text; SGLang's are those",
+        "of its whole offline engine. nextn at 1,024 positions of context, SGLang at 512 to 768; different machines.",
+        quicker(far),
         "",
-        *anchor(decode, peer),
-        f"On one machine, one after the other. {source('pair-h200.json', pair)} {pair['note']}",
+        *anchor(far, peer),
+        f"On one machine, one after the other, each timed as above. {source('pair-h200.json', pair)} {pair['note']}",
+        quicker(near),
         "",
-        *together(pair),
+        *together(near),
         *extras(decode),
         "## What sampling costs",
         "",
@@ -197,9 +322,11 @@ def page() -> str:
         "## Greedy tokens in bf16 with the head on and off",
         "",
         f"{source('divergence-h200.json', apart)} {apart.get('note', '')}".rstrip(),
-        "A verify of several rows rounds differently from a step of one. Where texts part, the two tokens' logits are",
-        "computed again in float32; a gap of at most twice the rounding of a bf16 logit there is a near-tie. Random",
-        "weights leave the best of 248,320 logits close together, so they part often.",
+        "A verify of several rows rounds differently from a step of one. Where texts part, all logits at that position",
+        "are computed again through the whole model, in float32 and in bf16. The gap is how far the lower of the two",
+        "tokens' float32 logits lies under the best one. The rounding is the largest error of any bf16 logit there. A",
+        "gap of at most twice the rounding is a near-tie. Random weights leave the best of 248,320 logits close",
+        "together, so they part often.",
         "",
         *parting(apart),
     ]
