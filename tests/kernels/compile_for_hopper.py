@@ -70,7 +70,7 @@ def compile_runner(dtype: torch.dtype, *, replay: bool) -> None:
     params = [SamplingParams(temperature=0.7, top_p=0.9, top_k=9, min_p=0.1), SamplingParams(temperature=0.0)]
     state = SamplingState.build(params, [[0]] * 2, vocab_size=model.config.vocab)
     probs = runner.process(logits, state, drafts)
-    draws = torch.zeros(2, 4, 3, dtype=torch.float64)
+    draws = runner.uniforms(state.seed, torch.zeros(2, 4, dtype=torch.int64))
     runner.sample(probs, draws[..., 0])
     runner.accept(probs, drafts, probs[:, :3].contiguous(), draws)
 
