@@ -258,8 +258,9 @@ def trained(given: argparse.Namespace, variant: Variant, head: Path) -> dict[str
         "save": 1_000_000,
         "log_every": 50,
         **variant.settings,
+        **dict(word.split("=", 1) for word in given.set),
     }
-    config = load_config(None, [*(f"{key}={value}" for key, value in settings.items()), *given.set])
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
     with causal(variant.causal), processes(config.device) as group:
         facts: dict[str, Any] = Trainer(config, group, make_reader, quiet=not given.verbose).run()
     judged = evaluate(given, head)

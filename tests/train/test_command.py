@@ -14,10 +14,10 @@ from tests.train import runs
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def call(*words: str) -> None:
+def call(*words: str, code: int = 0) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(list(words))
-    assert ended.value.code in (0, None), ended.value.code
+    assert (ended.value.code or 0) == code, ended.value.code
 
 
 @pytest.fixture
@@ -91,3 +91,27 @@ def test_the_word_off_is_not_read_as_false(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: x.jsonl\nautocast: off\n")
     assert load_config(tmp_path / "run.yaml").autocast == "off"
     assert load_config(None, ["data=x.jsonl", "autocast=off"]).autocast == "off"
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "fix"),
+    [
+        ("steps=abc", "steps is 'abc'", "Give a whole number at least 1. Optimiser steps."),
+        ("steps=true", "steps is 'true'", "Give a whole number at least 1."),
+        ("lr=-1", "lr is '-1'", "Give a number above 0"),
+        ("unroll=9", "unroll is '9'", "Give a whole number at least 1 and at most 8."),
+        ("loss_weights=x", "loss_weights is 'x'", "Give numbers."),
+        ("seed=1", "'seed' is given twice", "Keep one"),
+        ("device=meta", "There is no device meta", "device=cpu"),
+    ],
+)
+def test_wrong_values_are_told_with_what_is_right(
+    root: Path, capsys: pytest.CaptureFixture[str], given: str, what: str, fix: str
+) -> None:
+    key = given.partition("=")[0]
+    kept = [w for w in words(root) if key == "seed" or not w.startswith(f"{key}=")]
+    call("train", *kept, given, code=2)
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 2
+    assert what in said[0]
+    assert fix in said[1]

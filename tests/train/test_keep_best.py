@@ -97,3 +97,30 @@ def test_a_head_from_scratch_has_nothing_to_beat(root: Path, tmp_path: Path) -> 
     assert max(found[2], found[4]) <= found[0]
     assert facts["exported_step"] == facts["best_step"] == max((2, 4), key=lambda s: found[s])
     assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+def test_a_reduced_vocabulary_competes_with_the_head_drafting_from_it(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before is the head as it was, judged by `nextn eval`; what steps must beat is that head with the run's ids."""
+    made = ruinous(root, tmp_path / "head", lr=1e-9, draft_vocab=12, keep_best=False)
+    assert call(made, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    before, limited, after = (facts[name]["accept_length"] for name in ("before", "before_limited", "after"))
+    options = ["--data", str(root / "eval.jsonl"), "--tokens", str(made.eval_tokens), "-k", "2", "--json"]
+    options += ["--batch-tokens", str(made.batch_tokens), "--max-length", str(made.max_length)]
+    judged = []
+    for more in (["--draft-vocab", "full"], ["--draft-vocab", str(tmp_path / "head" / "draft_vocab.json")]):
+        with pytest.raises(SystemExit):
+            cli.main(["eval", str(root / "model"), *options, *more])
+        judged.append(json.loads(capsys.readouterr().out)["accept_length"])
+    assert (before, limited) == (pytest.approx(judged[0], abs=1e-12), pytest.approx(judged[1], abs=1e-12))
+    assert limited < before
+    assert after == pytest.approx(limited, abs=0.05)
+    assert "from these it was accepted" in (tmp_path / "head" / "report.html").read_text()
+    # Going on from that head, the ids are its own: nothing is judged twice.
+    again = ruinous(root, tmp_path / "again", init=str(tmp_path / "head"), keep_best=False)
+    assert call(again, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["before_limited"] is None
+    assert facts["before"]["accept_length"] == pytest.approx(after, abs=1e-12)

@@ -322,7 +322,7 @@ def test_refuses_ce_whose_tokens_are_outside_the_draft_vocabulary(tmp_path: Path
     [
         (["data=a", "stepps=3"], "Did you mean `steps`"),
         (["data=a", "steps=many"], "steps is 'many'"),
-        (["data=a", "steps=true"], "not true or false"),
+        (["data=a", "steps=true"], "steps is .true.. Give a whole number"),
         (["data=a", "loss=kld"], "Did you mean kl"),
         (["data=a", "unroll=9"], "unroll is '9'"),
         (["data=a", "loss_weights=[1]", "unroll=2"], "1 numbers for unroll = 2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -291,4 +292,4 @@ def _bias(entries: list[str]) -> dict[int, float]:
     return out
 
 
-generate.__doc__ = (generate.__doc__ or "") + "\n" + EPILOG
+generate.__doc__ = cleandoc(generate.__doc__ or "") + "\n" + EPILOG

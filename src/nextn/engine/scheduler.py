@@ -141,9 +141,11 @@ class Scheduler:
         news = self._read(len(self._due)) if not self.executor.ahead else []
         between = self.clock()
         self._prefill()
+        ended = self.clock()
         news += self._read(ready if self.executor.ahead and launched else len(self._due))
-        self.decode_seconds += between - started
-        self.prefill_seconds += self.clock() - between
+        waited = self.clock() - ended
+        self.decode_seconds += between - started + (waited if launched else 0.0)
+        self.prefill_seconds += ended - between + (0.0 if launched else waited)
         return news
 
     def _alive(self) -> list[Running]:

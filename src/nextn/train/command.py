@@ -53,7 +53,9 @@ def train(settings: Settings = None, help_config: HelpConfig = False, as_json: J
         return
     _print(facts, as_json)
     if facts["exported_step"] is None:
-        before, after = (facts[name]["accept_length"] for name in ("before", "after"))
+        before, after = (
+            found["accept_length"] for found in (facts["before_limited"] or facts["before"], facts["after"])
+        )
         kept = config.output + "/checkpoints"
         raise NextnError(
             f"No step beat the head that it started from (accept length {before:.3f}, {after:.3f} at best), so nothing "
@@ -151,14 +153,16 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
     report = DataReport(**facts["data"])
     if report.malformed:
         print("\n".join(report.summary()))
-    for name in ("before", "after"):
+    for name, told in (("before", "before"), ("before_limited", "before, from this run's ids"), ("after", "after")):
         if facts[name] is not None:
             figures = facts[name]
             shown = " ".join(f"{a:.3f}" for a in figures["acceptance"])
-            print(f"accept length {name}: {figures['accept_length']:.3f} ({shown})")
-    before, after = facts["before"], facts["after"]
+            print(f"accept length {told}: {figures['accept_length']:.3f} ({shown})")
+    before, limited, after = facts["before"], facts["before_limited"], facts["after"]
     exported = facts["exported_step"] is not None
-    if exported and before and after and after["accept_length"] < before["accept_length"]:
+    if exported and limited and after and limited["accept_length"] <= after["accept_length"] < before["accept_length"]:
+        print("The head is accepted less than before, since it drafts from fewer ids: a larger draft_vocab costs less.")
+    elif exported and before and after and after["accept_length"] < (limited or before)["accept_length"]:
         print("The trained head is accepted less than the one it started from: lower lr, or give more and closer data.")
     if exported:
         print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))

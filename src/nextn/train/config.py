@@ -115,7 +115,7 @@ class TrainConfig(BaseModel):
     keep_best: bool = Field(
         True,
         description="With `eval`: export the step accepted best, or nothing where none beats the head that was there "
-        "before. false: export the last step.",
+        "before, drafting from the same ids. false: export the last step.",
     )
     resume: bool = Field(True, description="Continue from the newest checkpoint in `output`. false: refuse if one is.")
     log_every: Whole = Field(10, ge=1, description="Steps between lines of the log.")
@@ -142,13 +142,18 @@ def load_config(path: Path | None, words: Sequence[str] = ()) -> TrainConfig:
         NextnError: unreadable file, unknown key, wrong type, or keys that contradict each other.
     """
     values = _read(path) if path is not None else {}
+    given: set[str] = set()
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise NextnError(
                 f"{word[:80]!r} is no key=value.", "Write one YAML file first, then overrides, e.g. steps=200."
             )
-        values[key.strip()] = _parse(key.strip(), text)
+        key = key.strip()
+        if key in given:
+            raise NextnError(f"{key[:60]!r} is given twice.", "Keep one.")
+        given.add(key)
+        values[key] = _parse(key, text)
     for key in values:
         _refuse_unknown(key)
     try:
@@ -220,8 +225,12 @@ def _explain(error: ValidationError, values: Mapping[str, Any]) -> NextnError:
         near = difflib.get_close_matches(str(given), choices, 1, 0.5)
         hint = f"Did you mean {near[0]}? " if near else ""
         return NextnError(f"{key} is {str(given)[:60]!r}.", f"{hint}Choose {', '.join(choices)}.")
-    message = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
-    return NextnError(f"{key} is {str(given)[:60]!r}: {message[:1].lower()}{message[1:]}.", _meaning(key))
+    kind = _kind(key)
+    article = "a " if kind.startswith(("whole number", "number")) and kind != "numbers" else ""
+    return NextnError(
+        f"{key} is {str(given)[:60]!r}.",
+        f"Give {article}{kind}{_bounds(key)}. {TrainConfig.model_fields[key].description}",
+    )
 
 
 _SPELLED = {None: "null", True: "true", False: "false"}
@@ -231,10 +240,6 @@ _SPELLED = {None: "null", True: "true", False: "false"}
 def _choices(key: str) -> list[str]:
     values = get_args(TrainConfig.model_fields[key].annotation)
     return [v for v in values if isinstance(v, str)]
-
-
-def _meaning(key: str) -> str:
-    return f"{key}: {TrainConfig.model_fields[key].description}"
 
 
 def _check(config: TrainConfig) -> None:

@@ -67,14 +67,15 @@ class RunLog:
             f"lr {record['lr']:.1e}  {record['tokens_per_second']:,.0f} tokens/s"
         )
 
-    def evaluation(self, step: int, figures: dict[str, Any]) -> None:
-        """One evaluation: what `Evaluation.as_json` holds."""
-        self._write({"step": step, "eval": figures})
+    def evaluation(self, step: int, figures: dict[str, Any], limited: dict[str, Any] | None = None) -> None:
+        """One evaluation: what `Evaluation.as_json` holds; `limited`, the same head drafting from the run's ids."""
+        self._write({"step": step, "eval": figures} | ({"limited": limited} if limited is not None else {}))
         flat = {"accept_length": figures["accept_length"]}
         flat |= {f"acceptance_{i}": v for i, v in enumerate(figures["acceptance"], 1)}
         self._scalars("eval", flat, step)
         by_position = " ".join(f"{v:.3f}" for v in figures["acceptance"])
-        self.say(f"step {step}/{self.steps}  accept length {figures['accept_length']:.3f} ({by_position})")
+        ids = f", {limited['accept_length']:.3f} from this run's ids" if limited is not None else ""
+        self.say(f"step {step}/{self.steps}  accept length {figures['accept_length']:.3f} ({by_position}){ids}")
 
     def say(self, line: str) -> None:
         """A line for people."""

@@ -84,6 +84,8 @@ def processes(device: str = "auto") -> Iterator[Processes]:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
         raise NextnError(f"There is no device {name[:40]} here.", "Use device=cpu, or a machine with a GPU.") from None

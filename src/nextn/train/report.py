@@ -71,7 +71,8 @@ def _page(name: str, steps: Sequence[Record], evals: Sequence[Record]) -> str:
 
 def _comparison(evals: Sequence[Record]) -> str:
     """The before/after table, after being the evaluation with the highest accept length."""
-    before = next((e["eval"] for e in evals if e["step"] == 0), None)
+    start: Record = next((e for e in evals if e["step"] == 0), {})
+    before, limited = start.get("eval"), start.get("limited")
     trained = [e for e in evals if e["step"] > 0]
     if not trained:
         return '<p class="note">The run was not evaluated: set <code>eval</code> to a held-out file.</p>'
@@ -90,12 +91,20 @@ def _comparison(evals: Sequence[Record]) -> str:
         for name, counts in after["domains"].items()
     ]
     body = "".join(_row(*row) for row in rows)
-    beaten = before is None or after["accept_length"] > before["accept_length"]
+    rival = limited or before
+    beaten = rival is None or after["accept_length"] > rival["accept_length"]
+    told = (
+        f"<p>This run drafts from other ids than the head did before; from these it was accepted "
+        f"{limited['accept_length']:.3f} before training.</p>"
+        if limited is not None
+        else ""
+    )
     return (
         "<h2>Before and after</h2>\n<table><tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
         f"{body}</table>"
         f'<p class="note">Greedy, teacher-forced, {after["rounds"]:,} positions of the held-out text, '
         f"{after['draft_tokens']} draft tokens. After is step {best['step']:,}, the one accepted best.</p>"
+        + told
         + ("" if beaten else "<p>No step is accepted more than the head that the run started from.</p>")
     )
 

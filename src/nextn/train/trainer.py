@@ -53,7 +53,8 @@ class Tally:
         tokens: of documents, over all processes and steps.
         seconds: of training and evaluating, over all parts of the run.
         loss: of the last step.
-        before: evaluation before the first step.
+        before: evaluation before the first step, of a head that was there as it drafted then.
+        limited: the same head drafting from this run's ids, where it drafted others.
         best, best_step: highest accept length after a step, and which.
         last: the newest evaluation.
     """
@@ -62,6 +63,7 @@ class Tally:
     seconds: float = 0.0
     loss: float | None = None
     before: dict[str, Any] | None = None
+    limited: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     best_step: int | None = None
     last: dict[str, Any] | None = field(default=None)
@@ -286,25 +288,40 @@ class Trainer:
         began = time.monotonic()
         model, done = self.begun.model, self.step.done
         assert isinstance(model, Decoder)
+        earlier = self._earlier_ids() if done == 0 else self.vocab
         with gathered(model):
-            figures = evaluate(
-                model,
-                self.held_out,
-                draft_tokens=self.config.eval_draft_tokens,
-                draft_ids=self.vocab,
-                unroll=self.step.judged,
-                together=self.processes,
-            ).as_json()
+            figures, limited = (
+                evaluate(
+                    model,
+                    self.held_out,
+                    draft_tokens=self.config.eval_draft_tokens,
+                    draft_ids=ids,
+                    unroll=self.step.judged,
+                    together=self.processes,
+                ).as_json()
+                if wanted
+                else None
+                for ids, wanted in ((earlier, True), (self.vocab, earlier is not self.vocab))
+            )
+        assert figures is not None
         tally = self.tally
         tally.last = figures
         if done == 0:
-            tally.before = figures
+            tally.before, tally.limited = figures, limited
         elif tally.best is None or figures["accept_length"] > tally.best["accept_length"]:
             tally.best, tally.best_step = figures, done
             self.checkpoints.save_best(done, self.begun.unroll)
         tally.seconds += time.monotonic() - began
         if log is not None:
-            log.evaluation(done, figures)
+            log.evaluation(done, figures, limited)
+
+    def _earlier_ids(self) -> Tensor | None:
+        """What a head that was there drafted: this run's ids, the very tensor, where that is the same."""
+        listed = self.begun.draft_ids
+        same = listed is None if self.vocab is None else listed == self.vocab.tolist()
+        if same or self.config.init == "scratch":
+            return self.vocab
+        return None if listed is None else torch.tensor(listed, device=self.processes.device)
 
     def _save(self) -> None:
         facts = {
@@ -317,8 +334,8 @@ class Trainer:
         self.checkpoints.save(self.step.done, self.begun.unroll, self.step.optimisers, facts, self.config.keep)
 
     def _unbeaten(self) -> bool:
-        """Whether a head was there before that no step is accepted more than."""
-        before, best = self.tally.before, self.tally.best
+        """Whether a head was there before that no step, drafting from the same ids, is accepted more than."""
+        before, best = self.tally.limited or self.tally.before, self.tally.best
         there = self.config.init != "scratch"
         return there and before is not None and best is not None and best["accept_length"] <= before["accept_length"]
 
@@ -345,6 +362,7 @@ class Trainer:
             "seconds": tally.seconds,
             "loss": tally.loss,
             "before": tally.before,
+            "before_limited": tally.limited,
             "after": tally.best if keep_best else tally.last,
             "best_step": 0 if unbeaten else tally.best_step,
             "exported_step": None if nothing else exported,
