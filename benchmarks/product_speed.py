@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from nextn.api import Generation, Model, generate
+from nextn.api import Model, generate
 from nextn.assets import embedded_model
 from nextn.engine.defaults import GenerationDefaults
 from nextn.engine.text import Tokenizer
+from nextn.generation import Generation
 from nextn.models.decoder import Decoder
 from nextn.models.load import LoadReport
 

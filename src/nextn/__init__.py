@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nextn.api import Generation, Model, Step, generate, load, stream
+    from nextn.api import Model, generate, load, stream
+    from nextn.generation import Generation, Step
 
 __version__ = "0.1.0"
 __all__ = ["Generation", "Model", "Step", "__version__", "generate", "load", "stream"]

@@ -11,7 +11,7 @@ from nextn.engine.params import SamplingParams
 from nextn.errors import NextnError
 
 if TYPE_CHECKING:
-    from nextn.api import Step
+    from nextn.generation import Step
 
 Prompt = str | Sequence[int]
 DraftVocabulary = int | Iterable[int] | Literal["full"] | None

@@ -16,7 +16,7 @@ from nextn.engine.params import SamplingParams
 from tests.kernels.cases import DEVICE, DTYPES, error, randn, real
 
 pytest.importorskip("triton")
-from nextn.kernels import probs_triton, tokens_triton
+from nextn.kernels import probs_triton, random_triton, tokens_triton
 
 WIDTHS = [(3, 50), (2, 5000), real(4, 248320)]
 
@@ -80,7 +80,7 @@ def test_random_numbers_are_the_definitions(seeds: list[int], start: int, rows: 
     seed = torch.tensor(seeds, device=DEVICE)
     position = start + torch.arange(len(seeds) * max(rows, 1), device=DEVICE)
     position = position.view(len(seeds), rows) if rows else position
-    got = tokens_triton.uniforms(seed, position, sampling.LANES)
+    got = random_triton.uniforms(seed, position, sampling.LANES)
     assert torch.equal(got, random.uniforms(seed, position))
 
 

@@ -26,6 +26,7 @@ from nextn.kernels import (
     delta_triton,
     norm_triton,
     probs_triton,
+    random_triton,
     rope_triton,
     tokens_triton,
 )
@@ -176,7 +177,7 @@ class FusedRunner(PlainRunner):
         )
 
     def uniforms(self, seed: Tensor, position: Tensor) -> Tensor:
-        return tokens_triton.uniforms(seed, position, LANES, pdl=self.dependent)
+        return random_triton.uniforms(seed, position, LANES, pdl=self.dependent)
 
     def sample(self, probs: Tensor, draws: Tensor) -> Tensor:
         flat = tokens_triton.sample(probs.view(-1, probs.shape[-1]), draws.reshape(-1), pdl=self.dependent)

@@ -8,9 +8,9 @@ from typing import Literal, TextIO
 
 from rich.console import Console
 
-from nextn.api import Generation, Step
 from nextn.engine.stream import Detokenizer
 from nextn.engine.text import Tokenizer
+from nextn.generation import Generation, Step
 
 Kind = Literal["own", "accepted", "rejected"]
 STYLED: dict[Kind, tuple[str, str]] = {
