@@ -25,7 +25,7 @@ SCRIPTS = sorted(
 )
 GPU = {
     "beside_sglang": ["DIR", "--out", "x.json"], "decode": [], "divergence": [], "kernels": [], "tune_rows": [],
-    "tune_in_place": ["4b:4"],
+    "tune_in_place": ["4b:4"], "delta_programs": [],
     "sampled": ["--out", "x.json"], "start_up": ["--geometry", "4b"], "train_step": ["--out", "x.json"],
 }  # fmt: skip
 

@@ -108,7 +108,8 @@ def test_rounds_of_rows_with_rejections_equal_the_whole_sequence(replay: bool, k
 FUSED = [
     (1, 2, SMALL, 0), (3, 2, SMALL, 2), (9, 1, SMALL, 0), (2, 2, (1, 32, 1, 16, 3), 1), (4, 1, (2, 16, 2, 16, 4), 3),
     real(1, 1, (16, 128, 32, 128, 4), 2), real(4, 8, (16, 128, 32, 128, 4), 0), real(9, 2, (16, 128, 16, 128, 4), 4),
-    real(4, 32, (16, 128, 16, 128, 4), 0),
+    real(4, 32, (16, 128, 16, 128, 4), 0), (2, 16, SMALL, 1), (2, 32, (1, 16, 4, 64, 4), 0),
+    real(4, 2, (16, 128, 32, 128, 4), 2), real(1, 32, (16, 128, 32, 128, 4), 0),
 ]  # fmt: skip
 
 
@@ -152,6 +153,39 @@ def test_the_kernel_equals_the_plain_step(
         assert torch.equal(a.isnan(), b.isnan())
         if not a.isnan().all():
             assert error(a[1:-1], b[1:-1]) < 2 * TOLERANCE[dtype]
+
+
+def test_programs_hang_on_the_heads_of_all_sequences_padded() -> None:
+    pytest.importorskip("triton")
+    from nextn.kernels.delta_triton import FEW, program_of
+
+    assert [program_of(heads) for heads in (1, 16, 32)] == [FEW] * 3
+    assert program_of(64) == (32, 2)
+    assert [program_of(heads) for heads in (128, 4096)] == [(64, 2)] * 2
+    assert all(program_of(16 * batch) == program_of(16 * padded) for batch, padded in ((3, 4), (5, 8), (31, 32)))
+
+
+@pytest.mark.parametrize("shape,batch", [((1, 16, 4, 64, 4), 32), real((16, 128, 32, 128, 4), 40)])
+def test_padded_rows_have_the_same_bits_in_any_batch(shape: tuple[int, int, int, int, int], batch: int) -> None:
+    """One sequence's rows alone, and among others that would fill the card."""
+    pytest.importorskip("triton")
+    from nextn.kernels import delta_triton
+
+    w = weights_of(*shape, torch.bfloat16)
+    rows = 2
+    x = randn(batch * rows, sum(w.sizes), dtype=torch.bfloat16)
+    many = torch.arange(batch, device=DEVICE)
+    seen = []
+    for slots in (many, many[3:4]):
+        caches = Caches(w, batch, rows, torch.bfloat16, replay=True)
+        for i, pool in enumerate(caches.all()):
+            pool.copy_(randn(*pool.shape, seed=20 + i) * 0.1)
+        mine = x.view(batch, rows, -1)[slots].flatten(0, 1)
+        length, pending = torch.full_like(slots, 5), torch.full_like(slots, 2)
+        pools = caches.ring, caches.states, caches.log
+        out = delta_triton.delta_replay(w, mine, *pools, slots, length, pending, pad_rows=4)
+        seen.append((out.view(len(slots), rows, -1)[slots == 3], *(pool[3] for pool in caches.all())))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 def test_replay_and_snapshots_agree_to_the_last_bit_with_one_padded_row_at_a_time() -> None:

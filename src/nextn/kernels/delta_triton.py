@@ -3,8 +3,8 @@
 With dependent launch the state is loaded, and in replay also brought up to date and stored, while the input product
 before it still runs; see `support` for what that asks of the caller.
 
-Why 32 columns a program: Triton sums over the key dimension across warps through shared memory, and with 128 columns
-the lanes of a warp all meet in one bank. On an H200 that cost 2.4 of the 3.5 us that each row took.
+How many columns a program takes, and how many warps it has, hangs on how many heads there are to share out: see
+`program_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from nextn.kernels.support import splits_of
 
 MAX_KERNEL = 4
 MAX_ROWS = 9
-BLOCK_V = 32
+FEW = 32, 4
+"""Columns and warps of a program where there are few heads, and whenever rows must round alike in any batch."""
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -281,7 +282,7 @@ def delta_snapshots(
 ) -> Tensor:
     """`delta.delta_snapshots`; states are float32.
 
-    With the same `pad_rows`, rows give the same bits in steps of any number of rows up to it.
+    With the same `pad_rows` above 1, rows give the same bits in steps of any number of rows up to it, in any batch.
 
     Raises:
         ValueError: more than 9 rows, a kernel over 4, or head dims that are no powers of two.
@@ -329,6 +330,19 @@ def _checked(weights: DeltaWeights, x: Tensor, ring: Tensor, slot: Tensor) -> in
     return rows
 
 
+def program_of(heads: int) -> tuple[int, int]:
+    """Columns of a head's state and warps of a program, for so many heads of all sequences together.
+
+    Few heads are spread over the card. Many fill it by themselves: then fewer warps, each with more of the state, meet
+    less often to sum over the key dimension. Measured on an H200 inside whole forwards (``delta-programs-h200.json``
+    under benchmarks/results): of Qwen3.5 4B (32 heads), 4 rows, 32 sequences 6.00 ms with 32 columns and 4 warps, 5.39
+    with 64 and 2, and of one sequence 2.68 and 2.78. A number of heads counts as the next power of two, so that
+    padded sequences change nothing.
+    """
+    heads = triton.next_power_of_2(heads)
+    return FEW if heads < 64 else (32, 2) if heads < 128 else (64, 2)
+
+
 def _launch(
     weights: DeltaWeights,
     x: Tensor,
@@ -346,7 +360,8 @@ def _launch(
     batch = slot.shape[0]
     total = x.shape[-2]
     rows, splits = total // batch, splits_of(x)
-    block = min(BLOCK_V, w.v_dim)
+    columns, warps = FEW if pad_rows > 1 else program_of(batch * w.v_heads)
+    block = min(columns, w.v_dim)
     programs = w.v_heads * (w.v_dim // block)
     width = 2 * w.k_dim + block + 4
     scratch = torch.empty(batch * programs * rows * width, dtype=torch.float32, device=x.device)
@@ -382,7 +397,7 @@ def _launch(
         SPLITS=splits,
         dtype=DTYPES[ring.dtype],
         PDL=pdl,
-        num_warps=4,
+        num_warps=warps,
         launch_pdl=pdl,
     )
     return norm_gate(w, raw, x, dtype=ring.dtype, pdl=pdl)
