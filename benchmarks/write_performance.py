@@ -18,6 +18,7 @@ from benchmarks.targets import TIMES_FASTER, Target, ratio, target
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+PLANS = ROOT / "src" / "nextn" / "kernels" / "rows_h200.json"
 FORCED = "Acceptance is forced by a test-only switch, `Forced` of `benchmarks/decode_bench.py`."
 
 Cell = tuple[str, int, str, float, float]
@@ -274,6 +275,27 @@ def together(cells: Sequence[Cell]) -> list[str]:
     return table(["geometry", "batch", "what", "nextn ms", "SGLang ms", "times faster"], rows)
 
 
+def in_place(record: dict[str, Any]) -> list[str]:
+    """What choosing the plans of products inside whole forwards gained."""
+    if not (found := record.get("in_place")):
+        return []
+    rows = (
+        (f["geometry"], f["rows"], f["tried"], f"{f['before_ms']:.3f}", f"{f['after_ms']:.3f}",
+         f"{f['after_ms'] / f['before_ms'] - 1:+.1%}")
+        for f in sorted(found, key=lambda f: (f["geometry"], f["rows"]))
+    )  # fmt: skip
+    return [
+        "## Products tuned in place",
+        "",
+        "The kernel of each product was chosen by its time among products of its own shape",
+        "(`benchmarks/tune_rows.py`), then again by the time of a whole forward around it",
+        "(`benchmarks/tune_in_place.py`); both in `src/nextn/kernels/rows_h200.json`. Milliseconds of that forward at",
+        "batch 1, before and after the second.",
+        "",
+        *table(["geometry", "rows", "plans tried", "before", "after", "change"], rows),
+    ]
+
+
 def page() -> str:
     decode, peer, apart = (result(n) for n in ("decode-h200.json", "sglang-h200.json", "divergence-h200.json"))
     pair, sampled = result("pair-h200.json"), result("sampled-h200.json")
@@ -312,6 +334,7 @@ def page() -> str:
         "",
         *together(near),
         *extras(decode),
+        *in_place(json.loads(PLANS.read_text())),
         "## What sampling costs",
         "",
         source("sampled-h200.json", sampled),
