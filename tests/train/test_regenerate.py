@@ -431,6 +431,50 @@ def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "fix"),
+    [
+        ("--retries", "-1", "a whole number of 0 or more"),
+        ("--timeout", "0", "over 0, up to 86400"),
+        ("--timeout", "-1", "over 0, up to 86400"),
+        ("--timeout", "nan", "over 0, up to 86400"),
+        ("--timeout", "1e30", "over 0, up to 86400"),
+        ("--concurrency", "0", "a whole number from 1 to 4096"),
+        ("--concurrency", "1000000", "a whole number from 1 to 4096"),
+        ("--batch", "0", "a whole number of 1 or more"),
+        ("--limit", "0", "a whole number of 1 or more"),
+        ("--draft-tokens", "9", "a whole number from 0 to 8"),
+        ("--max-tokens", "0", "a whole number of 1 or more"),
+        ("--temperature", "-0.5", "a number of 0 or more"),
+        ("--temperature", "nan", "a number of 0 or more"),
+        ("--top-p", "0", "a number over 0, up to 1"),
+        ("--top-k", "-2", "a whole number of -1 or more"),
+        ("--min-p", "2", "a number of 0 or more, up to 1"),
+        ("--seed", str(2**63), "a whole number from"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_is_read_or_asked(
+    option: str, value: str, fix: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": "a"}]), tmp_path / "o.jsonl"
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), option, value], code=2)
+    what, how = capsys.readouterr().err.splitlines()
+    assert option.lstrip("-").replace("-", "_") in what.replace("-", "_")
+    assert fix in how
+    assert not stub.bodies
+    assert not out.exists()
+
+
+def test_the_ends_of_the_ranges_are_taken(stub: Stub, tmp_path: Path) -> None:
+    """As many requests at a time as may be asked for, no second attempt, and a batch beyond what a counter holds."""
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    words = ["--prompts", str(prompts), "--max-tokens", "2"]
+    wide = ["--endpoint", stub.url, "--concurrency", "4096", "--retries", "0", "--timeout", "86400"]
+    run([*words, "--out", str(tmp_path / "served"), *wide])
+    run([*words, "--out", str(tmp_path / "own"), "--batch", str(10**30)])
+    assert len(read(tmp_path / "served")) == len(read(tmp_path / "own")) == 2
+
+
 def test_a_file_without_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.jsonl").touch()
     run(["--prompts", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "o")], code=2)
