@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nextn.engine.command import asked_vocab, check_vocab_text
 from nextn.errors import NextnError
 
 LOADING = "Loading"
@@ -34,9 +35,12 @@ def eval_(
     draft_vocab: Annotated[
         str | None,
         typer.Option(
-            help="Draft only the N most frequent tokens, or a file of ids. "
-            "[what the head was trained to draft; full drafts from all]"
+            help="Draft only the N most frequent tokens (N needs a token_order.json in the checkpoint, or "
+            "--draft-vocab-text), or a file of ids. [what the head was trained to draft; full drafts from all]"
         ),
+    ] = None,
+    draft_vocab_text: Annotated[
+        Path | None, typer.Option(help="Text like the target's, to count frequent tokens for --draft-vocab N in.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Also measure at this temperature, beside greedy.")] = None,
     tokens: Annotated[
@@ -85,11 +89,11 @@ def eval_(
         raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
         raise NextnError(f"--plot {plot} names no file in a folder that exists.", "Name another file.")
+    check_vocab_text(draft_vocab, draft_vocab_text)
 
     import torch
 
     from nextn import api
-    from nextn.engine.command import asked_vocab
     from nextn.engine.progress import loading
     from nextn.train.data import Batches, batches
     from nextn.train.decode_eval import decode_acceptance, prompts
@@ -109,7 +113,7 @@ def eval_(
             cache_dir=cache_dir,
             progress=progress,
         )
-    vocab = api.draft_vocabulary(loaded, asked_vocab(loaded, draft_vocab))
+    vocab = api.draft_vocabulary(loaded, asked_vocab(loaded, draft_vocab, draft_vocab_text))
     ids = torch.tensor(vocab, device=loaded.target.embed.weight.device) if vocab is not None else None
 
     def texts() -> Batches:
