@@ -276,6 +276,10 @@ def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys:
         (["--data", "d.jsonl", "--batch-tokens", "8"], "--batch-tokens is 8"),
         (["--data", "absent.jsonl", "--plot", "absent/a.png"], "--plot absent/a.png names no file"),
         (["--data", "absent.jsonl", "--plot", "."], "--plot . names no file"),
+        (["--data", "absent.jsonl", "--plot", "a.jpg"], "--plot a.jpg does not end in .png"),
+        (["--data", "absent.jsonl", "--plot", "a"], "--plot a does not end in .png"),
+        (["--data", "absent.jsonl", "--seed", "-1"], "--seed is -1"),
+        (["--data", "absent.jsonl", "--seed", str(2**63)], f"--seed is {2**63}"),
         (["--data", "absent.jsonl", "--draft-vocab-text", "d.jsonl"], "needs to know how many"),
         (["--data", "d.jsonl", "--draft-vocab", "absent"], "absent cannot be read"),
         (["--data", "d.jsonl", "--draft-vocab", "d.jsonl"], "d.jsonl is not valid JSON"),
@@ -324,3 +328,18 @@ def test_frequent_ids_are_counted_in_a_text_where_the_model_names_none(
     assert json.loads(capsys.readouterr().out) == counted
     assert counted["draft_vocab"] == 12
     assert counted["accept_length"] > 1
+
+
+def test_a_picture_that_cannot_be_written_loses_no_figures(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the largest seed, where decoding counts seeds on."""
+    data, picture = write_lines(tmp_path / "d.jsonl"), tmp_path / "p.PNG"
+    picture.symlink_to("/proc/no/such/folder")
+    words = ["--data", str(data), "--decode", "--max-tokens", "3", "--temperature", "1", "--seed", str(2**63 - 1)]
+    with pytest.raises(SystemExit) as error:
+        main(["eval", str(checkpoint), *words, "--plot", str(picture), "--json"])
+    shown = capsys.readouterr()
+    assert error.value.code == 2
+    assert f"{picture} cannot be written" in shown.err
+    assert json.loads(shown.out)["decode_sampled"]["prompts"] == 4

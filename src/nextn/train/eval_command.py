@@ -54,7 +54,7 @@ def eval_(
     ] = False,
     decode_prompts: Annotated[int, typer.Option(help="Prompts to decode from.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens to decode a prompt.")] = 128,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel=LOADING)
@@ -87,8 +87,12 @@ def eval_(
         raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8.")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
+    if not 0 <= seed < 2**63:
+        raise NextnError(f"--seed is {seed}.", f"Give a whole number from 0 to {2**63 - 1}.")
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
         raise NextnError(f"--plot {plot} names no file in a folder that exists.", "Name another file.")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise NextnError(f"--plot {plot} does not end in .png, and PNG is what is written.", "Name a file.png.")
     check_vocab_text(draft_vocab, draft_vocab_text)
 
     import torch
@@ -170,17 +174,17 @@ def eval_(
                     seed=seed,
                     progress=bar.of,
                 )
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(screen(found)))
+        problems = given.report.summary()[1:]
+        if problems:
+            print("\n".join(problems), file=sys.stderr)
     if plot is not None:
         from nextn.train.plot import draw
 
         draw(found, plot)
-    if as_json:
-        print(json.dumps(found))
-        return
-    print("\n".join(screen(found)))
-    problems = given.report.summary()[1:]
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
 
 
 def screen(found: dict[str, Any]) -> list[str]:
