@@ -62,6 +62,16 @@ def test_a_folder_of_that_name_comes_first(package: Path, tmp_path: Path, monkey
     assert local_folder("smollm2") == Path("smollm2")
 
 
+def test_nextns_own_commands_keep_the_name(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other engines know the folder alone."""
+    made = str(local_folder("smollm2"))
+    for given in ("smollm2", made):
+        report = json.loads(run(["inspect", given, "--json"], capsys))
+        [fix] = [finding["fix"] for finding in report["findings"] if finding["code"] == "no-head"]
+        assert f"nextn train model={given} init=scratch" in fix
+        assert report["source"] == made
+
+
 def test_with_the_head_that_ships(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +90,7 @@ def test_with_the_head_that_ships(
     report = json.loads(run(["inspect", "smollm2", "--json"], capsys))
     assert report["complete"]
     assert report["heads_found"] == 1
+    assert report["engines"]["nextn"]["command"].startswith("nextn generate smollm2 --draft-tokens 3 ")
     # Target weights are linked, not copied.
     names = {t.file for t in open_checkpoint("smollm2").tensors.values()}
     links = [(local_folder("smollm2") / name).stat().st_nlink for name in names]

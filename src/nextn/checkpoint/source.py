@@ -50,7 +50,7 @@ def open_checkpoint(
         if path.is_file():
             return open_file(path)
         if str(source) == NAME:
-            return open_folder(smollm2_folder())
+            return replace(open_folder(smollm2_folder()), name=NAME)
         there = path.is_symlink() or path.exists()
     except OSError as error:
         raise NextnError(f"{source} cannot be read: {error.strerror}.", "Check the path and its permissions.") from None
