@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -235,4 +236,4 @@ def _load(
         return api.load(folder, mtp=drafts, head=head, dtype=dtype, device=device, progress=progress)
 
 
-regenerate.__doc__ = (regenerate.__doc__ or "") + "\n" + EPILOG
+regenerate.__doc__ = cleandoc(regenerate.__doc__ or "") + "\n" + EPILOG
