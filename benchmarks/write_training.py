@@ -82,9 +82,25 @@ def train_smollm2(record: dict[str, Any]) -> list[str]:
         f"million tokens to train on, {rate:.0f} thousand a second by {wrote[0]['engines']} processes.",
         source("train-smollm2.json", record),
         "",
+        *rates(record["rows"]),
+        "",
         f"Decoding held-out questions on that GPU, one at a time, greedy, {record['decode'][0]['tokens']:,} tokens:",
         "",
         *speeds(record["decode"], "head"),
+    ]
+
+
+def rates(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """At which lr each optimiser ran, and how far a comparison of the two goes."""
+    found = {row["variant"]: row for row in rows}
+    muon, adamw, shipped = found["kl, own text"], found["adamw"], found["shipped"]
+    usual = {row["lr"] for row in rows if row["optimizer"] == "muon" and row is not shipped}
+    assert usual == {muon["lr"]}
+    apart = muon["accept_length"] - adamw["accept_length"]
+    return [
+        f"AdamW ran at lr {adamw['lr']:g}, Muon at {muon['lr']:g} (`shipped`: {shipped['lr']:g}). There is no record",
+        f"of other rates, so the {apart:.2f} between `adamw` and `kl, own text` may be those of the rates as much as",
+        "of the optimisers.",
     ]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -95,6 +98,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_entry_of_the_table_exists(name: str) -> None:
     module, _, function = cli.COMMANDS[name][0].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_help_has_examples_whose_options_exist(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code([name, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("  Examples:") + 1
+    assert lines[start] == ""
+    examples = list(itertools.takewhile(bool, lines[start + 1 :]))
+    assert all(line.startswith("    ") for line in examples)
+    commands = [re.sub(r"^.* -m nextn\.cli ", "nextn ", line.strip()) for line in examples]
+    assert len(commands) >= 2
+    command = typer.main.get_command(cli.build(name)).commands[name]  # type: ignore[attr-defined]
+    known = {option for p in command.params for option in p.opts}
+    for line in commands:
+        words = shlex.split(line)
+        assert words[:2] == ["nextn", name]
+        assert {word for word in words if word.startswith("-") and word != "-"} <= known, line
 
 
 def test_help_starts_without_torch_or_transformers() -> None:

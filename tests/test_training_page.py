@@ -33,3 +33,14 @@ def test_the_head_recovers() -> None:
     record = json.loads((write_training.RESULTS / "stale-head.json").read_text())
     _, stale, trained = (row["dialogue"]["accept_length"] for row in record["rows"])
     assert trained > stale + 0.2
+
+
+def test_the_optimisers_are_compared_with_their_rates() -> None:
+    """The page says at which rates AdamW and Muon ran, as recorded, beside the figures that it compares."""
+    record = json.loads((write_training.RESULTS / "train-smollm2.json").read_text())
+    rows = {row["variant"]: row for row in record["rows"]}
+    adamw, muon = rows["adamw"], rows["kl, own text"]
+    assert (adamw["optimizer"], muon["optimizer"]) == ("adamw", "muon")
+    text = " ".join(write_training.PAGE.read_text().split())
+    assert f"AdamW ran at lr {adamw['lr']:g}, Muon at {muon['lr']:g} (`shipped`: {rows['shipped']['lr']:g})." in text
+    assert f"the {muon['accept_length'] - adamw['accept_length']:.2f} between `adamw` and `kl, own text`" in text

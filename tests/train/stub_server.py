@@ -17,6 +17,7 @@ class Stub(ThreadingHTTPServer):
     Attributes:
         ids: ``vllm``, ``sglang``: where token ids are put; None refuses to be asked for them.
         failures: status codes to answer first, one a request; 0 drops the connection.
+        retry_after: status code -> the header of that name.
         asked: requests answered, by what they asked.
         bodies: what was sent.
         most: requests that were open at once.
@@ -29,6 +30,7 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.ids: str | None = "vllm"
         self.failures: list[int] = []
+        self.retry_after = {429: "7"}
         self.delay = 0.0
         self.models = ["stub"]
         self.key: str | None = None
@@ -102,8 +104,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))
-        if status == 429:
-            self.send_header("Retry-After", "7")
+        if status in self.server.retry_after:
+            self.send_header("Retry-After", self.server.retry_after[status])
         self.end_headers()
         self.wfile.write(raw)
 

@@ -262,6 +262,15 @@ def test_packing_wastes_little(tmp_path: Path) -> None:
     assert sum(sizes) / (256 * len(found)) > 0.98
 
 
+def test_all_malformed_lines_are_counted_and_the_first_five_located(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text("nonsense\n" * 7 + '{"input_ids": [1, 2, 3]}\n')
+    made = batches([file], reader(), batch_tokens=16, epochs=1, shuffle=False)
+    assert len(list(made)) == 1
+    assert made.report.malformed == {"not JSON": 7}
+    assert made.report.examples == [f"{file}:{n}: not JSON" for n in range(1, 6)]
+
+
 def test_malformed_lines_are_counted_once_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"input_ids": [1, 2, 3]}\nnonsense\n\n{"input_ids": [1, 2]}\n{"x": 1}\n{"input_ids": [4, 5, 6]}\n')

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nextn.api import generate, load
+from nextn.assets import embedded_model
 from nextn.cli import main
+from nextn.engine.draft_vocab import TOKEN_ORDER, frequent_ids
 from nextn.engine.engine import Engine
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import Request, Running
@@ -274,6 +276,13 @@ def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys:
         (["--data", "d.jsonl", "--batch-tokens", "8"], "--batch-tokens is 8"),
         (["--data", "absent.jsonl", "--plot", "absent/a.png"], "--plot absent/a.png names no file"),
         (["--data", "absent.jsonl", "--plot", "."], "--plot . names no file"),
+        (["--data", "absent.jsonl", "--plot", "a.jpg"], "--plot a.jpg does not end in .png"),
+        (["--data", "absent.jsonl", "--plot", "a"], "--plot a does not end in .png"),
+        (["--data", "absent.jsonl", "--seed", "-1"], "--seed is -1"),
+        (["--data", "absent.jsonl", "--seed", str(2**63)], f"--seed is {2**63}"),
+        (["--data", "absent.jsonl", "--draft-vocab-text", "d.jsonl"], "needs to know how many"),
+        (["--data", "d.jsonl", "--draft-vocab", "absent"], "absent cannot be read"),
+        (["--data", "d.jsonl", "--draft-vocab", "d.jsonl"], "d.jsonl is not valid JSON"),
     ],
 )
 def test_bad_options_are_two_sentences(
@@ -290,3 +299,47 @@ def test_bad_options_are_two_sentences(
         main(["eval", str(checkpoint), *words])
     assert error.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_frequent_ids_are_counted_in_a_text_where_the_model_names_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the refusal advises works, and drafts from the ids that the text has most."""
+    folder, data, text = tmp_path / "model", tmp_path / "d.jsonl", tmp_path / "text"
+    folder.mkdir()
+    for file in embedded_model().iterdir():
+        if file.name != TOKEN_ORDER:
+            (folder / file.name).symlink_to(file)
+    text.write_text("import os\n\nfor name in os.listdir():\n    print(name)\n" * 20)
+    data.write_text(json.dumps({"text": text.read_text()}) + "\n")
+    common = ["eval", str(folder), "--data", str(data), "--tokens", "200", "--json", "--draft-vocab"]
+    with pytest.raises(SystemExit) as error:
+        main([*common, "12"])
+    assert error.value.code == 2
+    assert f"carries no {TOKEN_ORDER}" in (said := capsys.readouterr().err)
+    assert "--draft-vocab-text FILE" in said
+    run([*common, "12", "--draft-vocab-text", str(text)])
+    counted = json.loads(capsys.readouterr().out)
+    model = load(folder)
+    assert model.tokenizer is not None
+    ids = frequent_ids(model.tokenizer.encode(text.read_text()), 12, always=model.defaults.eos_ids, vocab=4096)
+    (tmp_path / "ids").write_text(json.dumps(ids))
+    run([*common, str(tmp_path / "ids")])
+    assert json.loads(capsys.readouterr().out) == counted
+    assert counted["draft_vocab"] == 12
+    assert counted["accept_length"] > 1
+
+
+def test_a_picture_that_cannot_be_written_loses_no_figures(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the largest seed, where decoding counts seeds on."""
+    data, picture = write_lines(tmp_path / "d.jsonl"), tmp_path / "p.PNG"
+    picture.symlink_to("/proc/no/such/folder")
+    words = ["--data", str(data), "--decode", "--max-tokens", "3", "--temperature", "1", "--seed", str(2**63 - 1)]
+    with pytest.raises(SystemExit) as error:
+        main(["eval", str(checkpoint), *words, "--plot", str(picture), "--json"])
+    shown = capsys.readouterr()
+    assert error.value.code == 2
+    assert f"{picture} cannot be written" in shown.err
+    assert json.loads(shown.out)["decode_sampled"]["prompts"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,41 @@ def test_failures_are_tried_again_with_longer_waits(stub: Stub) -> None:
     assert len(stub.failures) == 3
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(
+    ("told", "waited"),
+    [
+        ("61", (61, 61)),
+        ("600", (600, 600)),
+        ("in 90 seconds", (85, 90)),
+        ("an hour ago", (0.25, 0.5)),
+        ("soon", (0.25, 0.5)),
+        ("-5", (0.25, 0.5)),
+        ("nan", (0.25, 0.5)),
+    ],
+)
+def test_the_pause_that_a_server_asks_for_is_kept(
+    stub: Stub, status: int, told: str, waited: tuple[float, float]
+) -> None:
+    later = {"in 90 seconds": 90, "an hour ago": -3600}
+    stub.retry_after = {status: formatdate(time.time() + later[told], usegmt=True) if told in later else told}
+    asker, waits = endpoint(stub)
+    stub.failures = [status]
+    assert asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None).text == "echo: x"
+    [wait] = waits
+    assert waited[0] <= wait <= waited[1]
+
+
+def test_a_server_that_asks_for_a_longer_pause_is_left_alone(stub: Stub) -> None:
+    stub.retry_after = {429: "601"}
+    asker, waits = endpoint(stub)
+    stub.failures = [429]
+    with pytest.raises(NextnError, match=r"429: mood 429, and asks to be left alone for 601 seconds"):
+        asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None)
+    assert waits == []
+    assert len(stub.bodies) == 1
+
+
 def test_a_refused_prompt_is_not_a_refused_run(stub: Stub) -> None:
     asker, waits = endpoint(stub, api_key="k")
     with pytest.raises(RefusedError, match="context length exceeded"):
@@ -429,6 +466,85 @@ def test_thinking_that_the_template_opened_is_part_of_the_answer(folder: Path, t
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(words, code=2)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fix"),
+    [
+        ("--retries", "-1", "a whole number of 0 or more"),
+        ("--timeout", "0", "over 0, up to 86400"),
+        ("--timeout", "-1", "over 0, up to 86400"),
+        ("--timeout", "nan", "over 0, up to 86400"),
+        ("--timeout", "1e30", "over 0, up to 86400"),
+        ("--concurrency", "0", "a whole number from 1 to 4096"),
+        ("--concurrency", "1000000", "a whole number from 1 to 4096"),
+        ("--batch", "0", "a whole number of 1 or more"),
+        ("--limit", "0", "a whole number of 1 or more"),
+        ("--draft-tokens", "9", "a whole number from 0 to 8"),
+        ("--max-tokens", "0", "a whole number of 1 or more"),
+        ("--temperature", "-0.5", "a number of 0 or more"),
+        ("--temperature", "nan", "a number of 0 or more"),
+        ("--top-p", "0", "a number over 0, up to 1"),
+        ("--top-k", "-2", "a whole number of -1 or more"),
+        ("--min-p", "2", "a number of 0 or more, up to 1"),
+        ("--seed", str(2**63), "a whole number from"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_is_read_or_asked(
+    option: str, value: str, fix: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": "a"}]), tmp_path / "o.jsonl"
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), option, value], code=2)
+    what, how = capsys.readouterr().err.splitlines()
+    assert option.lstrip("-").replace("-", "_") in what.replace("-", "_")
+    assert fix in how
+    assert not stub.bodies
+    assert not out.exists()
+
+
+def test_the_ends_of_the_ranges_are_taken(stub: Stub, tmp_path: Path) -> None:
+    """As many requests at a time as may be asked for, no second attempt, and a batch beyond what a counter holds."""
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    words = ["--prompts", str(prompts), "--max-tokens", "2"]
+    wide = ["--endpoint", stub.url, "--concurrency", "4096", "--retries", "0", "--timeout", "86400"]
+    run([*words, "--out", str(tmp_path / "served"), *wide])
+    run([*words, "--out", str(tmp_path / "own"), "--batch", str(10**30)])
+    assert len(read(tmp_path / "served")) == len(read(tmp_path / "own")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["no-such-model"], 2),
+        (["--device", "no-such-device"], 2),
+        (["--head", "absent"], 2),
+        (["--endpoint", "STUB"], 2),
+        (["--limit", "1"], 1),
+    ],
+)
+def test_a_run_without_an_answer_leaves_no_file(
+    words: list[str], code: int, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it touch one that was there."""
+    stub.key = "another"
+    prompts = write(tmp_path / "p.jsonl", ["nonsense", {"prompt": "a"}])
+    words = [stub.url if word == "STUB" else word for word in words]
+    made, there = tmp_path / "made.jsonl", tmp_path / "there.jsonl"
+    there.touch()
+    for out in (made, there):
+        run([*words, "--prompts", str(prompts), "--out", str(out)], code=code)
+        assert "made.jsonl" not in capsys.readouterr().out
+    assert not made.exists()
+    assert there.read_bytes() == b""
+
+
+def test_a_file_that_another_process_takes_away_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening and holding it, a run that had no answer may have removed it."""
+    path = tmp_path / "a.jsonl"
+    held = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (path.unlink(), held(file, how)))
+    with pytest.raises(NextnError, match="Another process"):
+        AnswersFile(path, lambda n: None)
 
 
 def test_a_file_without_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nextn.checkpoint.source import open_checkpoint
+from nextn.cli import main
 from nextn.errors import NextnError
 from nextn.train.export import write_head
 from nextn.train.hidden_cache import write_cache
@@ -150,6 +152,38 @@ def test_the_best_head_outlives_the_checkpoints_around_it(root: Path) -> None:
     assert best < 8
     folders = sorted(p.name for p in (root / "best" / "checkpoints").iterdir())
     assert folders == [f"best-{best}", "step-9"]
+
+
+def test_a_run_without_a_head_yet_is_named_as_such(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that is pointed at it, before its first checkpoint, after it, and inside of the folder."""
+    out, model = tmp_path / "run", str(root / "model")
+    made = runs.config(root, root / "model", output=str(out), save=2)
+    said = f"{out} is the folder of a run of `nextn train` that has exported no head."
+    for steps in (1, 3):
+        killed_after(steps, made)
+        assert any(out.glob("checkpoints/step-*")) == (steps == 3)
+        for words in (
+            ["inspect", str(out)],
+            ["generate", model, "--head", str(out), "--prompt-ids", "1"],
+            ["eval", model, "--head", str(out), "--data", str(root / "eval.jsonl")],
+            ["merge", model, str(out), str(tmp_path / "merged"), "--replace"],
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main(words)
+            assert ended.value.code == 2
+            what, how = capsys.readouterr().err.splitlines()
+            assert said in what
+            assert "Run its command again" in how
+    for inside in (out / "checkpoints", *out.glob("checkpoints/*")):
+        with pytest.raises(NextnError, match="resumes from") as error:
+            open_checkpoint(inside)
+        assert f"{out}: its head is there once the run has ended" in str(error.value)
+    with pytest.raises(NextnError, match="neither config"):
+        open_checkpoint(tmp_path)
+    runs.trainer(made).run()
+    assert open_checkpoint(out).tensors
 
 
 def test_longer_than_planned(root: Path) -> None:

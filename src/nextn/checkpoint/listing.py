@@ -62,6 +62,7 @@ class Checkpoint:
         unindexed_files: files present that the index does not name.
         unindexed_keys: keys in the headers that the index does not list.
         misplaced: index entries whose key is not in the file that they name, though that file is there and readable.
+        name: what nextn's own commands call it where that is neither its folder nor its repository; None otherwise.
         beside: other weight files of the folder or repository, where one file of it was named.
         remote: how a hub repository was listed; None for local files and for the hub's cache without a connection.
         read_remote: reads a small remote file whole; None where it is absent.
@@ -83,6 +84,7 @@ class Checkpoint:
     unindexed_files: tuple[str, ...] = ()
     unindexed_keys: tuple[str, ...] = ()
     misplaced: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
     beside: tuple[str, ...] = ()
     remote: Remote | None = None
     read_remote: Callable[[str], bytes | None] | None = field(default=None, repr=False, compare=False)

@@ -50,7 +50,7 @@ def open_checkpoint(
         if path.is_file():
             return open_file(path)
         if str(source) == NAME:
-            return open_folder(smollm2_folder())
+            return replace(open_folder(smollm2_folder()), name=NAME)
         there = path.is_symlink() or path.exists()
     except OSError as error:
         raise NextnError(f"{source} cannot be read: {error.strerror}.", "Check the path and its permissions.") from None
@@ -77,7 +77,7 @@ def open_folder(root: Path) -> Checkpoint:
         if ggufs:
             return open_gguf(root / one_gguf(ggufs, str(root)), str(root))
         if not config_path.is_file():
-            raise NextnError(f"{root} holds neither config.json nor weights.", "Name the folder of a checkpoint.")
+            raise _nothing(root)
     config = read_json(config_path) if config_path.is_file() else {}
     headers: dict[str, Header] = {}
     with collection_paused():
@@ -90,6 +90,24 @@ def open_folder(root: Path) -> Checkpoint:
         raise NextnError(f"No weight file of {root} can be read: {unreadable[files[0]]}", "Download it again.")
     unreadable |= broken
     return assemble(str(root), root, config, headers, files=files, index=index, unreadable=unreadable)
+
+
+def _nothing(root: Path) -> NextnError:
+    """Why a folder is no checkpoint. That of a run of `nextn train` is one only once the head is exported."""
+    above = root.absolute().parents
+    if _is_file(root / "run.json") or next(root.glob("step-*/run.json"), None):
+        run = above[1] if _is_file(root / "run.json") else above[0]
+        return NextnError(
+            f"{root} is what a run of `nextn train` resumes from, not a checkpoint with a head.",
+            f"Name the folder of the run, {run}: its head is there once the run has ended.",
+        )
+    if next(root.glob("checkpoints/step-*/run.json"), None) or _is_file(root / "logs" / "log.jsonl"):
+        return NextnError(
+            f"{root} is the folder of a run of `nextn train` that has exported no head.",
+            "Run its command again: it goes on where it was and exports a head at the end, with keep_best=false in any"
+            " case.",
+        )
+    return NextnError(f"{root} holds neither config.json nor weights.", "Name the folder of a checkpoint.")
 
 
 @contextmanager

@@ -50,7 +50,8 @@ def generate(
     draft_vocab: Annotated[
         str | None,
         typer.Option(
-            help="Draft only the N most frequent tokens, or a file of ids; the output is the same. "
+            help="Draft only the N most frequent tokens (N needs a token_order.json in the checkpoint, or "
+            "--draft-vocab-text), or a file of ids; the output is the same. "
             "[what the head was trained to draft; full drafts from all]"
         ),
     ] = None,
@@ -141,8 +142,7 @@ def generate(
         raise NextnError(f"--chunk is {chunk}.", f"Give a whole number from 1 to {MAX_CHUNK}.")
     if no_mtp and (separate_draft or head is not None or draft_vocab is not None):
         raise NextnError("--no-mtp contradicts --separate-draft, --head and --draft-vocab.", "Leave one of them out.")
-    if draft_vocab_text is not None and not (draft_vocab or "").isdecimal():
-        raise NextnError("--draft-vocab-text needs to know how many tokens to draft from.", "Give --draft-vocab N.")
+    check_vocab_text(draft_vocab, draft_vocab_text)
     for given_without, option, needed in (
         (system is not None and not chat, "--system", "--chat"),
         (logprobs is not None and not as_json, "--logprobs", "--json"),
@@ -230,6 +230,12 @@ def generate(
         printer.step(step)
     printer.end()
     print(summary(run.results[0], api.memory(loaded, run)), file=sys.stderr)
+
+
+def check_vocab_text(asked: str | None, text: Path | None) -> None:
+    """Refuse ``--draft-vocab-text`` where ``--draft-vocab`` is no count."""
+    if text is not None and not (asked or "").isdecimal():
+        raise NextnError("--draft-vocab-text needs to know how many tokens to draft from.", "Give --draft-vocab N.")
 
 
 def asked_vocab(model: Model, asked: str | None, text: Path | None = None) -> DraftVocabulary:

@@ -60,10 +60,15 @@ class Case:
         """`place`, quoted for a shell."""
         return shlex.quote(self.place)
 
+    @property
+    def named(self) -> str:
+        """What a command of nextn is given, quoted for a shell: the name that stands for the place, if there is one."""
+        return self.facts.checkpoint.name or self.source
+
     def on_disk(self, command: str) -> str:
-        """A command over ``{here}``, a folder; a hub repository is downloaded first."""
+        """A command of nextn over ``{here}``, a folder; a hub repository is downloaded first."""
         if not self.is_remote:
-            return command.replace("{here}", self.source)
+            return command.replace("{here}", self.named)
         folder = shlex.quote(self.place.rpartition("/")[2])
         return f"hf download {self.source} --local-dir {folder} && {command.replace('{here}', folder)}"
 

@@ -21,6 +21,13 @@ from nextn.inspect.memory import memory
 from nextn.inspect.tensormap import tensor_map
 
 QUIET_SECONDS, LINE_SECONDS = 2.0, 10.0
+EPILOG = """
+Examples:\n
+\b
+  nextn inspect Qwen/Qwen3.5-4B
+  nextn inspect ./checkpoint --engine sglang --strict
+  nextn inspect ./finetune --diff Qwen/Qwen3.5-4B --json
+"""
 
 
 def inspect(
@@ -104,3 +111,6 @@ def _progress(what: str) -> Callable[[int, int], None]:
 def _clear() -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+inspect.__doc__ = (inspect.__doc__ or "") + "\n" + EPILOG

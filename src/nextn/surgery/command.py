@@ -26,6 +26,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Only = Annotated[bool, typer.Option("--plan", help="Print what would be written; change nothing.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub repository.")]
 Token = Annotated[str | None, typer.Option(help="Hub token, if not the one of `hf auth login`.")]
+EXTRACT_EPILOG = """
+Examples:\n
+\b
+  nextn extract Qwen/Qwen3.5-4B ./head
+  nextn extract ./tuned ./head --plan
+"""
+MERGE_EPILOG = """
+Examples:\n
+\b
+  nextn merge ./finetune ./head ./out --plan
+  nextn merge ./finetune Qwen/Qwen3.5-4B ./out --replace
+  nextn merge ./finetune ./head --in-place
+"""
 
 
 def extract(
@@ -36,10 +49,7 @@ def extract(
     revision: Revision = None,
     token: Token = None,
 ) -> None:
-    """Take a checkpoint's MTP head out as a small folder of its own.
-
-    Examples: `nextn extract Qwen/Qwen3.5-4B head`, `nextn extract ./tuned head --plan`.
-    """
+    """Take a checkpoint's MTP head out as a small folder of its own."""
     made = plan_extract(open_checkpoint(model, revision=revision, token=token), out)
     refuse_existing(out)
     _carry_out(made, json, plan, write)
@@ -62,11 +72,7 @@ def merge(
     revision: Revision = None,
     token: Token = None,
 ) -> None:
-    """Put an MTP head into a checkpoint: shards linked, index, config and quantisation lists updated with it.
-
-    Examples: `nextn merge BASE HEAD OUT --plan`, `nextn merge BASE HEAD OUT --replace`, `nextn merge BASE HEAD
-    --in-place`.
-    """
+    """Put an MTP head into a checkpoint: shards linked, index, config and quantisation lists updated with it."""
     options = MergeOptions(_link(link), replace, dtype, experts, engine, in_place)
     if experts not in ("auto", "split", "grouped"):
         raise NextnError(f"{experts!r} is no storage of experts.", "Choose auto, split or grouped.")
@@ -143,3 +149,7 @@ def _progress(plan: Plan, quietly: bool) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"writing {plan.out.name}", total=total)
         yield lambda moved: bar.advance(task, moved)
+
+
+extract.__doc__ = (extract.__doc__ or "") + "\n" + EXTRACT_EPILOG
+merge.__doc__ = (merge.__doc__ or "") + "\n" + MERGE_EPILOG

@@ -27,7 +27,8 @@ class AnswersFile:
     """Answers so far, and where the next are written. Held by one process at a time.
 
     Args:
-        path: made if absent. A last line that was cut while it was written is taken off.
+        path: made if absent, and gone again at the end if it is still empty. A last line that was cut while it was
+            written is taken off.
         expected: digest of a prompt line by its number, None where there is no such line.
     Attributes:
         done: numbers of the prompt lines that are answered.
@@ -37,13 +38,16 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, expected: Callable[[int], str | None]) -> None:
-        self.path = path
+        self.path, self._made = path, not os.path.lexists(path)
         try:
             self._file = path.open("a+b")
         except OSError as error:
             raise NextnError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one that held it before may have removed it.
+            if not os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                raise BlockingIOError
         except OSError:
             self._file.close()
             raise NextnError(f"Another process is writing {path}.", "Wait for it, or name another file.") from None
@@ -99,4 +103,6 @@ class AnswersFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._made and not os.fstat(self._file.fileno()).st_size:
+            self.path.unlink(missing_ok=True)
         self._file.close()

@@ -20,6 +20,12 @@ Settings = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
 HelpConfig = Annotated[bool, typer.Option("--help-config", help="List every key with its default, and stop.")]
+CACHE_EPILOG = """
+Examples:\n
+\b
+  nextn cache data=text.jsonl steps=60 --out states
+  nextn cache recipes/qwen3_5.yaml data=own-answers.jsonl --out states --batches 2000
+"""
 TRAIN_EPILOG = """
 Examples:\n
 \b
@@ -168,4 +174,5 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
         print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
 
 
+cache.__doc__ = (cache.__doc__ or "") + "\n" + CACHE_EPILOG
 train.__doc__ = (train.__doc__ or "") + "\n" + TRAIN_EPILOG

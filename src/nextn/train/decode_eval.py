@@ -71,7 +71,7 @@ def decode_acceptance(
                     "min_p": 0.0,
                     "repetition_penalty": 1.0,
                     "max_tokens": max_tokens,
-                    "seed": seed + start + i,
+                    "seed": (seed + start + i) % 2**63,
                 }
                 for i in range(len(part))
             ],

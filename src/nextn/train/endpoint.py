@@ -10,6 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from nextn.errors import NextnError
@@ -18,6 +19,9 @@ from nextn.train.dialogue import Answer, Dialogue, RefusedError
 RETRIED = frozenset({408, 409, 429})
 """HTTP status codes, beside 500 and above, after which the same request may succeed."""
 LONGEST_WAIT_SECONDS = 60.0
+"""Between attempts, where the server asks for none."""
+LONGEST_ASKED_SECONDS = 600.0
+"""Of ``Retry-After``; a server that asks for more ends the run."""
 
 
 class Endpoint:
@@ -74,7 +78,8 @@ class Endpoint:
 
         Raises:
             RefusedError: the server refuses this prompt.
-            NextnError: it does not answer at all, or refuses everything (key, address, model).
+            NextnError: it does not answer at all, asks for a pause of over `LONGEST_ASKED_SECONDS`, or refuses
+                everything (key, address, model).
         """
         body: dict[str, Any] = {"model": self.model, **self._options}
         if seed is not None:
@@ -109,7 +114,7 @@ class Endpoint:
             f"{self.url}/{path}", None if body is None else json.dumps(body).encode(), self._headers
         )
         for attempt in range(self._retries + 1):
-            wait = min(0.5 * 2**attempt, LONGEST_WAIT_SECONDS) * (0.5 + random.random() / 2)
+            wait = min(0.5 * 2 ** min(attempt, 10), LONGEST_WAIT_SECONDS) * (0.5 + random.random() / 2)
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout) as response:
                     return json.loads(response.read())
@@ -122,7 +127,13 @@ class Endpoint:
                 if error.code < 500 and error.code not in RETRIED:
                     raise RefusedError(f"{error.code}: {said}") from None
                 problem = f"{error.code}: {said}"
-                wait = max(wait, _asked_wait(error))
+                asked = _asked_wait(error)
+                if asked > LONGEST_ASKED_SECONDS:
+                    raise NextnError(
+                        f"{self.url}/{path} answers {problem}, and asks to be left alone for {asked:.0f} seconds.",
+                        "Run again after that: it goes on.",
+                    ) from None
+                wait = max(wait, asked)
             except (OSError, http.client.HTTPException) as error:
                 problem = str(getattr(error, "reason", None) or error) or type(error).__name__
             except ValueError:
@@ -147,11 +158,16 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 def _asked_wait(error: urllib.error.HTTPError) -> float:
-    """Seconds of a Retry-After header, 0 without one."""
+    """Seconds of a Retry-After header, a number or a date (RFC 9110, 10.2.3); 0 without one."""
+    told = error.headers.get("Retry-After", "0")
     try:
-        return min(float(error.headers.get("Retry-After", 0)), LONGEST_WAIT_SECONDS)
+        seconds = float(told)
     except ValueError:
-        return 0.0
+        try:
+            seconds = parsedate_to_datetime(told).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return seconds if seconds > 0 else 0.0
 
 
 def _chat(told: Any) -> Answer:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nextn.engine.command import asked_vocab, check_vocab_text
 from nextn.errors import NextnError
 
 LOADING = "Loading"
@@ -34,9 +35,12 @@ def eval_(
     draft_vocab: Annotated[
         str | None,
         typer.Option(
-            help="Draft only the N most frequent tokens, or a file of ids. "
-            "[what the head was trained to draft; full drafts from all]"
+            help="Draft only the N most frequent tokens (N needs a token_order.json in the checkpoint, or "
+            "--draft-vocab-text), or a file of ids. [what the head was trained to draft; full drafts from all]"
         ),
+    ] = None,
+    draft_vocab_text: Annotated[
+        Path | None, typer.Option(help="Text like the target's, to count frequent tokens for --draft-vocab N in.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Also measure at this temperature, beside greedy.")] = None,
     tokens: Annotated[
@@ -50,7 +54,7 @@ def eval_(
     ] = False,
     decode_prompts: Annotated[int, typer.Option(help="Prompts to decode from.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens to decode a prompt.")] = 128,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel=LOADING)
@@ -83,13 +87,17 @@ def eval_(
         raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8.")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
+    if not 0 <= seed < 2**63:
+        raise NextnError(f"--seed is {seed}.", f"Give a whole number from 0 to {2**63 - 1}.")
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
         raise NextnError(f"--plot {plot} names no file in a folder that exists.", "Name another file.")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise NextnError(f"--plot {plot} does not end in .png, and PNG is what is written.", "Name a file.png.")
+    check_vocab_text(draft_vocab, draft_vocab_text)
 
     import torch
 
     from nextn import api
-    from nextn.engine.command import asked_vocab
     from nextn.engine.progress import loading
     from nextn.train.data import Batches, batches
     from nextn.train.decode_eval import decode_acceptance, prompts
@@ -109,7 +117,7 @@ def eval_(
             cache_dir=cache_dir,
             progress=progress,
         )
-    vocab = api.draft_vocabulary(loaded, asked_vocab(loaded, draft_vocab))
+    vocab = api.draft_vocabulary(loaded, asked_vocab(loaded, draft_vocab, draft_vocab_text))
     ids = torch.tensor(vocab, device=loaded.target.embed.weight.device) if vocab is not None else None
 
     def texts() -> Batches:
@@ -166,17 +174,17 @@ def eval_(
                     seed=seed,
                     progress=bar.of,
                 )
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(screen(found)))
+        problems = given.report.summary()[1:]
+        if problems:
+            print("\n".join(problems), file=sys.stderr)
     if plot is not None:
         from nextn.train.plot import draw
 
         draw(found, plot)
-    if as_json:
-        print(json.dumps(found))
-        return
-    print("\n".join(screen(found)))
-    problems = given.report.summary()[1:]
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
 
 
 def screen(found: dict[str, Any]) -> list[str]:

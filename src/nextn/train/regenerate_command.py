@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nextn.engine.params import SamplingParams
 from nextn.errors import NextnError
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 SAMPLING = "Sampling (defaults: the model's own)"
 LOCAL = "Local engine"
 SERVER = "Server"
+MOST_REQUESTS = 4096
+"""At a time: each has a thread."""
+LONGEST_TIMEOUT_SECONDS = 86400.0
 EPILOG = """
 Examples:\n
 \b
@@ -83,16 +88,27 @@ def regenerate(
         raise NextnError("No prompts or no file for the answers is named.", "Give --prompts FILE and --out FILE.")
     if endpoint is not None and model is not None:
         raise NextnError("Both a model and --endpoint are given.", "Give one; --served-model names a server's model.")
-    for name, value in (
-        ("--max-tokens", max_tokens),
-        ("--batch", batch),
-        ("--concurrency", concurrency),
-        ("--limit", limit),
+    for name, value, least in (("--batch", batch, 1), ("--limit", limit, 1), ("--retries", retries, 0)):
+        if value is not None and value < least:
+            raise NextnError(f"{name} is {value}.", f"Give a whole number of {least} or more.")
+    for name, value, least, most in (
+        ("--draft-tokens", draft_tokens, 0, 8),
+        ("--concurrency", concurrency, 1, MOST_REQUESTS),
     ):
-        if value is not None and value < 1:
-            raise NextnError(f"{name} is {value}.", "Give a whole number of 1 or more.")
-    if draft_tokens is not None and not 0 <= draft_tokens <= 8:
-        raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 0 to 8.")
+        if value is not None and not least <= value <= most:
+            raise NextnError(f"{name} is {value}.", f"Give a whole number from {least} to {most}.")
+    if not 0 < timeout <= LONGEST_TIMEOUT_SECONDS:
+        raise NextnError(
+            f"--timeout is {timeout:g}.", f"Give a number of seconds over 0, up to {LONGEST_TIMEOUT_SECONDS:.0f}."
+        )
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+    }
+    SamplingParams(**{name: value for name, value in {**options, "seed": seed}.items() if value is not None})
 
     from nextn.train.answers_file import AnswersFile, digest
     from nextn.train.dialogue import Dialogue
@@ -100,13 +116,6 @@ def regenerate(
     from nextn.train.lines import Lines
     from nextn.train.progress import Progress
 
-    options = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-    }
     lines = Lines(prompts)
     if not len(lines):
         raise NextnError(f"{', '.join(map(str, lines.paths))} holds no prompt.", "Give one JSON object a line.")
@@ -149,12 +158,12 @@ def regenerate(
                 loaded = _load(model, head, dtype, device, revision, token, cache_dir)
                 k = draft_tokens if loaded.has_head else 0
                 yield from answer_locally(
-                    loaded, dialogues(), at_once=batch, options=options, draft_tokens=k, seed=seed
+                    loaded, dialogues(), at_once=min(batch, count), options=options, draft_tokens=k, seed=seed
                 )
                 return
             from nextn.train.endpoint_answers import answer_remotely
 
-            yield from answer_remotely(server, dialogues(), at_once=concurrency, seed=seed)
+            yield from answer_remotely(server, dialogues(), at_once=min(concurrency, count), seed=seed)
 
         refused: list[str] = []
         tokens, turns = 0, 0
@@ -192,7 +201,8 @@ def regenerate(
             (rejected, "malformed"),
         )
         said = ", ".join(f"{n} {what}" for n, what in counts if n) or "nothing to do"
-        print(f"{said}; {tokens} tokens in {report['seconds']:.1f} s -> {out}")
+        where = f" -> {out}" if new + before else ""
+        print(f"{said}; {tokens} tokens in {report['seconds']:.1f} s{where}")
         for example in report["examples"]:
             print(f"  {example}", file=sys.stderr)
     if refused or (rejected and not new + before):
@@ -226,4 +236,4 @@ def _load(
         return api.load(folder, mtp=drafts, head=head, dtype=dtype, device=device, progress=progress)
 
 
-regenerate.__doc__ = (regenerate.__doc__ or "") + "\n" + EPILOG
+regenerate.__doc__ = cleandoc(regenerate.__doc__ or "") + "\n" + EPILOG

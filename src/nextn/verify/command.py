@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from nextn.verify.probe import Probe
 
 ENGINES = ("sglang", "vllm", "transformers", "nextn")
+EPILOG = """
+Examples:\n
+\b
+  nextn verify ./out
+  nextn verify ./out --engine sglang --engine-python ~/sglang/bin/python
+  nextn verify ./out --probe text.txt
+"""
 
 
 def verify(
@@ -36,8 +44,7 @@ def verify(
 ) -> None:
     """Prove that a head is whole, that an engine loads it, and that it is wired right.
 
-    Examples: `nextn verify MODEL` (the files alone), `nextn verify MODEL --engine sglang --engine-python
-    ~/sglang/bin/python`, `nextn verify MODEL --probe text.txt`.
+    Without --engine and --probe the files alone are checked.
     """
     if engine is not None and engine not in ENGINES:
         raise NextnError(f"nextn knows no engine {engine!r} to load a head in.", f"Choose one of {', '.join(ENGINES)}.")
@@ -155,3 +162,6 @@ def _lines(
 
 def _shares(acceptance: list[float]) -> str:
     return "  ".join(f"{share:.3f}" for share in acceptance)
+
+
+verify.__doc__ = cleandoc(verify.__doc__ or "") + "\n" + EPILOG

@@ -52,7 +52,7 @@ def command(case: Case, engine: str, support: Support, version: str) -> str:
             f"printf 'speculative_config:\\n  decoding_type: MTP\\n  max_draft_len: {drafts}\\n' > mtp.yaml && "
             f"trtllm-serve {source} --extra_llm_api_options mtp.yaml"
         )
-    return f"nextn generate {f'BASE --head {source}' if alone else source} --draft-tokens {drafts} {PROMPT}"
+    return f"nextn generate {f'BASE --head {source}' if alone else case.named} --draft-tokens {drafts} {PROMPT}"
 
 
 def _hybrid_state(version: str) -> str:

@@ -73,7 +73,7 @@ def no_head(case: Case) -> Iterator[Finding]:
 
 def train(case: Case, start: str) -> str:
     """The command that trains a head for this checkpoint."""
-    return f"nextn train model={case.source} init={start} data=DATA.jsonl output=HEAD"
+    return f"nextn train model={case.named} init={start} data=DATA.jsonl output=HEAD"
 
 
 def head_missing(case: Case) -> Iterator[Finding]:
@@ -317,7 +317,7 @@ def embedding_duplicated(case: Case) -> Iterator[Finding]:
             f"{listing([t.key for t in copies])}. Engines share the target's.",
             "Nothing to do, or take the head out without them" if facts.complete else "Nothing to do.",
             tuple(t.weight.key for t in copies),
-            f"nextn extract {case.source} HEAD" if facts.complete else "",
+            f"nextn extract {case.named} HEAD" if facts.complete else "",
         )
 
 
