@@ -377,3 +377,64 @@ def test_a_cache_goes_round(root: Path, tmp_path: Path) -> None:
     assert torch.equal(taken[0], taken[2])
     assert torch.equal(taken[1], taken[3])
     assert not torch.equal(taken[0], taken[1])
+
+
+def test_a_draft_vocabulary_chosen_from_a_cache_is_that_of_the_data(root: Path, tmp_path: Path) -> None:
+    """In the rows that are cached other ids are frequent. The cache is completed later, the run killed and resumed."""
+    options: dict[str, Any] = {"steps": 4, "save": 1, "draft_vocab": 12}
+    online = runs.config(root, root / "model", **options, output=str(tmp_path / "online"))
+    made = runs.trainer(online)
+    out = tmp_path / "cache"
+    for count in (1, 4):
+        source = runs.trainer(online).source
+        write_cache(made.begun.model, made.identity, source, online, out, count, ALONE)  # type: ignore[arg-type]
+    offline = runs.config(root, root / "model", **options, cache=str(out), output=str(tmp_path / "offline"))
+    begun = runs.trainer(offline)
+    cached = torch.cat([batch.ids[batch.loss_mask] for batch, _ in (begun.source.take() for _ in range(4))])
+    few = torch.bincount(cached, minlength=97).argsort(descending=True, stable=True)[:12].sort().values
+    assert made.vocab is not None
+    assert begun.vocab is not None
+    assert few.tolist() != made.vocab.tolist() == begun.vocab.tolist()
+    made.run()
+    killed_after(2, offline)
+    runs.trainer(offline).run()
+    assert len(runs.losses(online)) == 4
+    assert runs.losses(offline) == runs.losses(online)
+    lists = [(Path(c.output) / "draft_vocab.json").read_bytes() for c in (online, offline)]
+    assert lists[0] == lists[1]
+
+
+def test_a_cache_without_counts_gets_them_from_its_command(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cache"
+
+    def cache(count: int) -> None:
+        one = runs.trainer(runs.config(root, root / "model", steps=1, output=str(tmp_path / "none")))
+        write_cache(one.begun.model, one.identity, one.source, one.config, out, count, ALONE)  # type: ignore[arg-type]
+
+    cache(2)
+    written = {path.name: path.read_bytes() for path in out.iterdir()}
+    offline = runs.config(root, root / "model", cache=str(out), draft_vocab=12, output=str(tmp_path / "h"))
+    (out / "id-counts.safetensors").unlink()
+    with pytest.raises(NextnError, match=r"lacks id-counts\.safetensors"):
+        runs.trainer(offline)
+    runs.trainer(runs.config(root, root / "model", cache=str(out), output=str(tmp_path / "all")))
+    cache(2)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == written
+    (out / "id-counts.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(NextnError, match=r"id-counts\.safetensors of the cache cannot be read"):
+        runs.trainer(offline)
+    (out / "cache.json").unlink()
+    cache(2)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == written, "counts of an unknown cache stay"
+
+
+def test_a_run_keeps_to_its_ids(root: Path, tmp_path: Path) -> None:
+    """Another list under the same path would change the losses."""
+    (tmp_path / "ids.json").write_text('{"ids": [3, 5, 7]}')
+    options: dict[str, Any] = {"draft_vocab": str(tmp_path / "ids.json"), "output": str(tmp_path / "head")}
+    runs.trainer(runs.config(root, root / "model", steps=2, **options)).run()
+    (tmp_path / "ids.json").write_text('{"ids": [3, 5, 8]}')
+    with pytest.raises(NextnError, match="drafts from other ids"):
+        runs.trainer(runs.config(root, root / "model", steps=3, **options))
+    (tmp_path / "ids.json").write_text('{"ids": [7, 5, 3]}')
+    assert runs.trainer(runs.config(root, root / "model", steps=3, **options)).step.done == 2

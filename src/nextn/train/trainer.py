@@ -191,7 +191,7 @@ class Trainer:
         """[ids] ascending."""
         wanted, device = self.config.draft_vocab, self.processes.device
         if isinstance(wanted, int):
-            return frequent_ids(self.source.once(), wanted, vocab).to(device)
+            return frequent_ids(self.source, wanted, vocab).to(device)
         if wanted == "full":
             return None
         listed = self.begun.draft_ids if wanted is None else _listed(wanted)
@@ -235,6 +235,12 @@ class Trainer:
             raise NextnError(
                 f"{self.output} holds a run of {newest} steps on another target, or in another dtype.",
                 "Give another output, or the target of that run.",
+            )
+        listed = self.output / DRAFT_IDS
+        if listed.is_file() and _listed(str(listed)) != (self.vocab.tolist() if self.vocab is not None else None):
+            raise NextnError(
+                f"{self.output} holds a run of {newest} steps that drafts from other ids.",
+                "Give another output, or the ids and the cache of that run.",
             )
         self.checkpoints.load(newest, self.begun.unroll, self.step.optimisers)
         self.source.load_state_dict(facts["data"])
