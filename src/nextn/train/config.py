@@ -36,6 +36,11 @@ def _off(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
 LossKind = Literal["ce", "kl", "lk", "lk_log", "tv"]
+ONE_ID = (
+    "The draft vocabulary has one id, whose probability is 1 whatever the head says: "
+    "the loss does not depend on the head.",
+    "Give draft_vocab at least two ids, or `full`.",
+)
 
 
 class TrainConfig(BaseModel):
@@ -252,6 +257,8 @@ def _check(config: TrainConfig) -> None:
         )
     if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
         raise NextnError("loss_weights must not be negative, nor all zero.", "Give one weight a draft step.")
+    if config.draft_vocab == 1:
+        raise NextnError(*ONE_ID)
     if isinstance(config.draft_vocab, int) and config.draft_vocab < 1:
         raise NextnError(f"draft_vocab is {config.draft_vocab}.", "Give a number of ids, e.g. 32768.")
     if config.max_length > config.batch_tokens:

@@ -21,7 +21,7 @@ from nextn.models.load import Progress
 from nextn.surgery.write import refuse_existing
 from nextn.train.ahead import Ahead
 from nextn.train.checkpoints import Checkpoints
-from nextn.train.config import RUN_ONLY, TrainConfig
+from nextn.train.config import ONE_ID, RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate, share
 from nextn.train.export import merge_head, place_draft_ids, write_head
@@ -202,6 +202,8 @@ class Trainer:
             raise NextnError(
                 f"{name} names id {listed[-1]}, and the vocabulary has {vocab}.", "Name ids of this model."
             )
+        if len(listed) == 1:
+            raise NextnError(*ONE_ID)
         return torch.tensor(listed, device=device)
 
     def _identity(self) -> dict[str, Any]:
