@@ -53,6 +53,31 @@ def test_train_and_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["heads_found"] == 1
 
 
+def test_a_cache_is_not_written_among_other_things(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A head, a model, a file; what a killed command left is completed, and an empty folder is filled."""
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    (root / "other").mkdir()
+    (root / "other" / "notes.txt").write_text("mine")
+    (root / "other" / "states-00000.safetensors").write_text("mine")
+    call("train", *words(root, steps=1))
+    for name in ("other", "model", "head", "data.jsonl"):
+        before = contents(root)
+        capsys.readouterr()
+        call("cache", *words(root, steps=1), "--out", str(root / name), code=2)
+        assert f"{root / name} " in capsys.readouterr().err
+        assert contents(root) == before
+    (root / "cache").mkdir()
+    call("cache", *words(root, steps=2), "--out", str(root / "cache"))
+    whole = contents(root / "cache")
+    (root / "cache" / "cache.json").rename(root / "cache" / ".cache.json")
+    (root / "cache" / "states-00000.safetensors").rename(root / "cache" / ".states-00000.safetensors")
+    call("cache", *words(root, steps=2), "--out", str(root / "cache"))
+    assert contents(root / "cache") == whole
+
+
 def test_lines_for_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "run.yaml").write_text("\n".join(w.replace("=", ": ", 1) for w in words(root, steps=2)))
     call("train", str(root / "run.yaml"), "steps=3")

@@ -84,7 +84,7 @@ def cache(
 
     from nextn.engine.progress import loading
     from nextn.models.decoder import Decoder
-    from nextn.train.hidden_cache import write_cache
+    from nextn.train.hidden_cache import refuse_other, write_cache
     from nextn.train.identity import target_identity
     from nextn.train.load_target import load_target
     from nextn.train.processes import Processes, processes
@@ -94,6 +94,7 @@ def cache(
     from nextn.train.start import open_target, target_dtype
 
     with processes(config.device) as group:
+        refuse_other(out)
         checkpoint = open_target(config)
         dtype = target_dtype(config, checkpoint, group.device)
         identity = target_identity(checkpoint, dtype)
@@ -108,7 +109,7 @@ def cache(
             facts = write_cache(model, identity, source, config, out, count, group, progress=told)
     if not group.first:
         return
-    stored = sum((out / shard["file"]).stat().st_size for shard in facts["shards"])
+    stored = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if as_json:
         print(json.dumps({"out": str(out), "batches": facts["batches"], "bytes": stored, "data": facts.get("report")}))
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -33,9 +34,20 @@ from nextn.train.unroll import TargetStates, target_states
 
 FACTS = "cache.json"
 COUNTS, COUNTS_KEY = "id-counts.safetensors", "counts"
+OWN = re.compile(r"\.?(cache\.json|id-counts\.safetensors|states-\d{5,}\.safetensors)")
+"""Files of a cache; with a dot before, half written ones."""
 SHARD_BYTES = 1 << 30
 PLACES = ("ids", "positions", "documents", "loss_mask")
 SETTINGS = ("data", "batch_tokens", "max_length", "seed")
+
+
+def refuse_other(out: Path) -> None:
+    """Raises NextnError where `out` is a file, or holds other things than a cache or what a killed run left of one."""
+    if out.exists() and not out.is_dir():
+        raise NextnError(f"{out} is a file.", "Name a folder for the cache.")
+    inside = [path.name for path in out.iterdir()] if out.is_dir() else []
+    if FACTS not in inside and not all(OWN.fullmatch(name) for name in inside):
+        raise NextnError(f"{out} holds other files, and no cache.", "Give an --out that is new or empty.")
 
 
 def write_cache(
