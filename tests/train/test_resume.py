@@ -152,6 +152,24 @@ def test_the_best_head_outlives_the_checkpoints_around_it(root: Path) -> None:
     assert folders == [f"best-{best}", "step-9"]
 
 
+def test_a_finished_run_started_again_tells_of_its_data(root: Path, tmp_path: Path) -> None:
+    """As it did when it ran, malformed lines included; also where it was killed behind its last checkpoint."""
+    lines = (root / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text("{not json\n" + lines + '{"input_ids": [1, 500]}\n')
+    made = runs.config(tmp_path, root / "model", steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nextn.train.trainer.Trainer._finish", lambda self: self.source.report())
+        read: Any = runs.trainer(made).run()
+    assert read["lines"] == 17
+    assert sum(read["malformed"].values()) == len(read["examples"]) == 2
+    for _ in range(2):
+        facts = runs.trainer(made).run()
+        assert facts["steps"] == 3
+        assert facts["data"] == read
+    longer = runs.trainer(runs.config(tmp_path, root / "model", steps=40)).run()
+    assert longer["data"] == read
+
+
 def test_longer_than_planned(root: Path) -> None:
     """More steps may be asked for later; with a constant rate that is the longer run."""
     options: dict[str, Any] = {"schedule": "constant", "warmup": 0}
