@@ -78,6 +78,52 @@ def test_a_cache_is_not_written_among_other_things(root: Path, capsys: pytest.Ca
     assert contents(root / "cache") == whole
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eval": "short.jsonl"}, "No text of the data has"),
+        ({"data": ["nothing.jsonl"]}, "no token to predict"),
+        ({"data": ["nothing.jsonl"], "draft_vocab": 5}, "no token to predict"),
+        ({"draft_vocab": "one.json"}, "has one id"),
+        ({"wandb": "heads"}, "wandb is asked for"),
+        ({"init": "nowhere"}, "nowhere"),
+    ],
+)
+@pytest.mark.parametrize("there", [None, "folder", "log"])
+def test_a_refused_run_leaves_nothing_behind(
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    said: str,
+    there: str | None,
+) -> None:
+    """A folder that was there before stays as it was, also with the log of a run that was killed."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("nextn.train.log.find_spec", lambda name: None)
+    (root / "short.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n')
+    (root / "one.json").write_text('{"ids": [1]}')
+    (root / "nothing.jsonl").write_text('{"input_ids": [1]}\n')
+    out = root / "deep" / "down" / "head"
+    if there is not None:
+        out.mkdir(parents=True)
+    if there == "log":
+        (out / "logs").mkdir()
+        (out / "logs" / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        (out / "draft_vocab.json").write_text('{"ids": [1, 2]}')
+
+    def contents() -> dict[str, bytes | None]:
+        return {str(p): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
+
+    before = contents()
+    call("train", *words(root, **{"output": str(out), **changes}), code=2)
+    assert said in capsys.readouterr().err
+    assert contents() == before
+    if "data" in changes:
+        call("cache", *words(root, **changes), "--out", str(out / "states"), code=2)
+        assert contents() == before
+
+
 def test_lines_for_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "run.yaml").write_text("\n".join(w.replace("=", ": ", 1) for w in words(root, steps=2)))
     call("train", str(root / "run.yaml"), "steps=3")

@@ -230,10 +230,10 @@ def test_draft_vocabulary(tmp_path: Path, hybrid: Path) -> None:
             json.dumps({"input_ids": [1, 5, 5, 7, 5, 7, 9], "loss_mask": [1, 1, 1, 1, 1, 1, 0]}) + "\n" for _ in "ab"
         )
     )
-    made = runs.trainer(runs.config(tmp_path, hybrid, draft_vocab=3))
+    facts = runs.trainer(runs.config(tmp_path, hybrid, draft_vocab=3)).run()
     listed = json.loads((tmp_path / "head" / "draft_vocab.json").read_text())
     assert listed == {"ids": [1, 5, 7]}
-    assert made.step([made.source.take()]).loss > 0
+    assert facts["loss"] > 0
     file = str(tmp_path / "head" / "draft_vocab.json")
     again = runs.trainer(runs.config(tmp_path, hybrid, draft_vocab=file, output=str(tmp_path / "other")))
     assert again.vocab is not None

@@ -114,8 +114,6 @@ class Trainer:
         self.step = HeadStep(self.begun, config, processes, spec)
         self.tally = Tally()
         self._resume()
-        if processes.first:
-            place_draft_ids(self.output, self.vocab)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step and write the head; returns the facts that the command prints.
@@ -150,6 +148,7 @@ class Trainer:
                     self._save()
                 if at_end and not taught:
                     raise NextnError("No step had a token to predict.", "Check the data, and draft_vocab with ce.")
+            self._open(log)
         finally:
             if isinstance(self.source, Ahead):
                 self.source.close()
@@ -255,6 +254,12 @@ class Trainer:
             log.say(f"resumed after step {self.step.done}")
         return log
 
+    def _open(self, log: RunLog | None) -> None:
+        """Let the run be on disk: not before a step is taken, so that a refused one leaves the output as it was."""
+        if log is not None and not log.opened:
+            place_draft_ids(self.output, self.vocab)
+            log.open()
+
     def _one_step(self, log: RunLog | None) -> int:
         """Take a step; returns the rows it taught."""
         began = time.monotonic()
@@ -263,6 +268,7 @@ class Trainer:
         if log is not None and self.step.done == 0:
             self._tell_coverage(log, items)
         result = self.step(items)
+        self._open(log)
         seconds = time.monotonic() - began
         tally = self.tally
         tally.tokens, tally.seconds, tally.loss = tally.tokens + result.tokens, tally.seconds + seconds, result.loss
