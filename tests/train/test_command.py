@@ -171,6 +171,13 @@ def test_the_word_off_is_not_read_as_false(tmp_path: Path) -> None:
         ("steps=true", "steps is 'true'", "Give a whole number at least 1."),
         ("lr=-1", "lr is '-1'", "Give a number above 0"),
         ("unroll=9", "unroll is '9'", "Give a whole number at least 1 and at most 8."),
+        ("steps=1.0e+21", "steps is '1e+21'", "at least 1 and at most 1,000,000,000. Optimiser steps."),
+        ("save=1000000000000000000000", "save is '1000000000000000000000'", "and at most 1,000,000,000."),
+        ("seed=9223372036854775808", "seed is", "and below 9,223,372,036,854,775,808."),
+        ("lr=1e300", "lr is '1e300'", "Give a number above 0 and at most 100."),
+        ("batch_tokens=1000000001", "batch_tokens is '1000000001'", "at most 1,000,000,000."),
+        ("batch_tokens=1000000000", "One forward of batch_tokens = 1,000,000,000 takes over 3,", "raise accumulation"),
+        ("accumulation=1000000000", "The rows of a step take 1,200.0 GB of memory, and ", "Lower accumulation = 1,000"),
         ("loss_weights=x", "loss_weights is 'x'", "Give numbers."),
         ("seed=1", "'seed' is given twice", "Keep one"),
         ("device=meta", "There is no device meta", "device=cpu"),
@@ -180,9 +187,16 @@ def test_wrong_values_are_told_with_what_is_right(
     root: Path, capsys: pytest.CaptureFixture[str], given: str, what: str, fix: str
 ) -> None:
     key = given.partition("=")[0]
-    kept = [w for w in words(root) if key == "seed" or not w.startswith(f"{key}=")]
+    kept = [w for w in words(root) if given == "seed=1" or not w.startswith(f"{key}=")]
     call("train", *kept, given, code=2)
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 2
     assert what in said[0]
     assert fix in said[1]
+
+
+def test_rows_that_no_memory_holds_are_not_cached(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = [w for w in words(root) if not w.startswith("batch_tokens=")]
+    call("cache", *kept, "batch_tokens=1000000000", "--out", str(root / "states"), code=2)
+    assert "One forward of batch_tokens = 1,000,000,000 takes over 384.0 GB" in capsys.readouterr().err
+    assert not (root / "states").exists()

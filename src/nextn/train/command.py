@@ -83,12 +83,14 @@ def cache(
         raise NextnError(f"cache={config.cache} names hidden states to train from.", "Leave it out, or null it.")
 
     from nextn.engine.progress import loading
+    from nextn.models.config import decoder_config
     from nextn.models.decoder import Decoder
     from nextn.train.hidden_cache import refuse_other, write_cache
     from nextn.train.identity import target_identity
     from nextn.train.load_target import load_target
     from nextn.train.processes import Processes, processes
     from nextn.train.progress import Progress
+    from nextn.train.room import require_room
     from nextn.train.shard import shard
     from nextn.train.source import DataSource
     from nextn.train.start import open_target, target_dtype
@@ -97,6 +99,7 @@ def cache(
         refuse_other(out)
         checkpoint = open_target(config)
         dtype = target_dtype(config, checkpoint, group.device)
+        require_room(config, decoder_config(checkpoint.config), dtype.itemsize, group, steps=0, rows=1)
         identity = target_identity(checkpoint, dtype)
         with loading(sys.stderr) as progress:
             model = load_target(checkpoint, dtype, group, progress=progress if group.first else None)

@@ -16,6 +16,7 @@ from nextn.checkpoint.draft_ids import DRAFT_IDS, listed_ids
 from nextn.checkpoint.jsonfile import read_json
 from nextn.checkpoint.source import Checkpoint
 from nextn.errors import NextnError
+from nextn.models.config import decoder_config
 from nextn.models.decoder import Decoder
 from nextn.models.load import Progress
 from nextn.surgery.write import refuse_existing
@@ -33,10 +34,11 @@ from nextn.train.losses import LossSpec
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
 from nextn.train.report import write_report
+from nextn.train.room import require_room
 from nextn.train.shard import gathered, shard
 from nextn.train.source import DataSource, Source, frequent_ids, held_out
 from nextn.train.start import Start, open_target, start, target_dtype
-from nextn.train.step import HeadStep, Item
+from nextn.train.step import HeadStep, Item, head_is_cast
 from nextn.train.stop import Asked, asked_to_stop
 from nextn.train.unroll import require_layers
 
@@ -96,7 +98,9 @@ class Trainer:
         self.packs = config.accumulation or processes.world
         self._refuse_early()
         self.checkpoints = Checkpoints(self.output / "checkpoints", processes)
-        reader = make_reader(config, open_target(config)) if config.data or config.eval else None
+        target = open_target(config)
+        self._require_room(target)
+        reader = make_reader(config, target) if config.data or config.eval else None
         layers = config.cache is None or config.eval is not None
         self.begun: Start = start(config, processes, layers=layers, progress=progress)
         model = self.begun.model
@@ -177,6 +181,12 @@ class Trainer:
         inside = {path.name for path in self.output.iterdir()} if self.output.is_dir() else set()
         if inside and not inside & {"logs", "checkpoints", DRAFT_IDS}:
             raise NextnError(f"{self.output} holds other files.", "Give an output that is new or empty.")
+
+    def _require_room(self, target: Checkpoint) -> None:
+        config, device = self.config, self.processes.device
+        sizes = [target_dtype(config, target, device).itemsize, 2 if head_is_cast(config, device) else 4]
+        rows = self.packs // self.processes.world
+        require_room(config, decoder_config(target.config), min(sizes), self.processes, steps=config.unroll, rows=rows)
 
     def _source(self, reader: LineReader | None) -> Source:
         if self.config.cache is not None:
