@@ -51,7 +51,7 @@ def train(settings: Settings = None, help_config: HelpConfig = False, as_json: J
         facts = trainer.run()
     if quiet:
         return
-    _print(facts, as_json)
+    _print(facts, as_json, from_scratch=config.init == "scratch")
     if facts["exported_step"] is None:
         before, after = (
             found["accept_length"] for found in (facts["before_limited"] or facts["before"], facts["after"])
@@ -148,7 +148,7 @@ def make_reader(config: TrainConfig, checkpoint: Checkpoint) -> LineReader:
     )
 
 
-def _print(facts: dict[str, Any], as_json: bool) -> None:
+def _print(facts: dict[str, Any], as_json: bool, *, from_scratch: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return
@@ -162,14 +162,25 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
             figures = facts[name]
             shown = " ".join(f"{a:.3f}" for a in figures["acceptance"])
             print(f"accept length {told}: {figures['accept_length']:.3f} ({shown})")
-    before, limited, after = facts["before"], facts["before_limited"], facts["after"]
     exported = facts["exported_step"] is not None
-    if exported and limited and after and limited["accept_length"] <= after["accept_length"] < before["accept_length"]:
-        print("The head is accepted less than before, since it drafts from fewer ids: a larger draft_vocab costs less.")
-    elif exported and before and after and after["accept_length"] < (limited or before)["accept_length"]:
-        print("The trained head is accepted less than the one it started from: lower lr, or give more and closer data.")
+    if exported and facts["before"] and facts["after"] and (found := _verdict(facts, from_scratch)):
+        print(found)
     if exported:
         print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
+
+
+def _verdict(facts: dict[str, Any], from_scratch: bool) -> str | None:
+    """What to say of an exported head that is accepted no better than before its first step."""
+    before, limited, after = (
+        found and found["accept_length"] for found in (facts["before"], facts["before_limited"], facts["after"])
+    )
+    if from_scratch and after <= before:
+        return "The trained head is accepted no more than the untrained one that it began as: train longer or lower lr."
+    if limited and limited <= after < before:
+        return "The head is accepted less than before, since it drafts from fewer ids: a larger draft_vocab costs less."
+    if after < (limited or before):
+        return "The trained head is accepted less than the one it started from: lower lr, or give more and closer data."
+    return None
 
 
 train.__doc__ = (train.__doc__ or "") + "\n" + TRAIN_EPILOG
