@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nextn.checkpoint.source import Checkpoint
@@ -13,6 +17,7 @@ from nextn.models.config import decoder_config
 from nextn.train.config import TrainConfig, load_config
 from nextn.train.documents import LineReader
 from nextn.train.processes import processes
+from nextn.train.step import HeadStep
 from nextn.train.trainer import Trainer
 from tests.oracle.checkpoints import make_checkpoint
 from tests.train.packs import random_documents
@@ -70,3 +75,36 @@ def evaluations(made: TrainConfig) -> dict[int, float]:
     """Accept length by step."""
     lines = (Path(made.output) / "logs" / "log.jsonl").read_text().splitlines()
     return {r["step"]: r["eval"]["accept_length"] for r in map(json.loads, lines) if "eval" in r}
+
+
+class KilledError(Exception):
+    """Stands for the process ending."""
+
+
+def killed_after(steps: int, made: Any) -> None:
+    """Run until `steps` steps are taken, and drop everything."""
+    taken = 0
+    whole = HeadStep.__call__
+
+    def step(self: HeadStep, items: Any) -> Any:
+        nonlocal taken
+        if taken == steps:
+            raise KilledError
+        taken += 1
+        return whole(self, items)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadStep, "__call__", step)
+        with pytest.raises(KilledError):
+            trainer(made).run()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing past `size` bytes fails with an error of the system, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

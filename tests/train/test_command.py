@@ -53,6 +53,77 @@ def test_train_and_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["heads_found"] == 1
 
 
+def test_a_cache_is_not_written_among_other_things(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A head, a model, a file; what a killed command left is completed, and an empty folder is filled."""
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    (root / "other").mkdir()
+    (root / "other" / "notes.txt").write_text("mine")
+    (root / "other" / "states-00000.safetensors").write_text("mine")
+    call("train", *words(root, steps=1))
+    for name in ("other", "model", "head", "data.jsonl"):
+        before = contents(root)
+        capsys.readouterr()
+        call("cache", *words(root, steps=1), "--out", str(root / name), code=2)
+        assert f"{root / name} " in capsys.readouterr().err
+        assert contents(root) == before
+    (root / "cache").mkdir()
+    call("cache", *words(root, steps=2), "--out", str(root / "cache"))
+    whole = contents(root / "cache")
+    (root / "cache" / "cache.json").rename(root / "cache" / ".cache.json")
+    (root / "cache" / "states-00000.safetensors").rename(root / "cache" / ".states-00000.safetensors")
+    call("cache", *words(root, steps=2), "--out", str(root / "cache"))
+    assert contents(root / "cache") == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eval": "short.jsonl"}, "No text of the data has"),
+        ({"data": ["nothing.jsonl"]}, "no token to predict"),
+        ({"data": ["nothing.jsonl"], "draft_vocab": 5}, "no token to predict"),
+        ({"draft_vocab": "one.json"}, "has one id"),
+        ({"wandb": "heads"}, "wandb is asked for"),
+        ({"init": "nowhere"}, "nowhere"),
+    ],
+)
+@pytest.mark.parametrize("there", [None, "folder", "log"])
+def test_a_refused_run_leaves_nothing_behind(
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    said: str,
+    there: str | None,
+) -> None:
+    """A folder that was there before stays as it was, also with the log of a run that was killed."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("nextn.train.log.find_spec", lambda name: None)
+    (root / "short.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n')
+    (root / "one.json").write_text('{"ids": [1]}')
+    (root / "nothing.jsonl").write_text('{"input_ids": [1]}\n')
+    out = root / "deep" / "down" / "head"
+    if there is not None:
+        out.mkdir(parents=True)
+    if there == "log":
+        (out / "logs").mkdir()
+        (out / "logs" / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        (out / "draft_vocab.json").write_text('{"ids": [1, 2]}')
+
+    def contents() -> dict[str, bytes | None]:
+        return {str(p): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
+
+    before = contents()
+    call("train", *words(root, **{"output": str(out), **changes}), code=2)
+    assert said in capsys.readouterr().err
+    assert contents() == before
+    if "data" in changes:
+        call("cache", *words(root, **changes), "--out", str(out / "states"), code=2)
+        assert contents() == before
+
+
 def test_lines_for_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "run.yaml").write_text("\n".join(w.replace("=", ": ", 1) for w in words(root, steps=2)))
     call("train", str(root / "run.yaml"), "steps=3")
@@ -100,6 +171,13 @@ def test_the_word_off_is_not_read_as_false(tmp_path: Path) -> None:
         ("steps=true", "steps is 'true'", "Give a whole number at least 1."),
         ("lr=-1", "lr is '-1'", "Give a number above 0"),
         ("unroll=9", "unroll is '9'", "Give a whole number at least 1 and at most 8."),
+        ("steps=1.0e+21", "steps is '1e+21'", "at least 1 and at most 1,000,000,000. Optimiser steps."),
+        ("save=1000000000000000000000", "save is '1000000000000000000000'", "and at most 1,000,000,000."),
+        ("seed=9223372036854775808", "seed is", "and below 9,223,372,036,854,775,808."),
+        ("lr=1e300", "lr is '1e300'", "Give a number above 0 and at most 100."),
+        ("batch_tokens=1000000001", "batch_tokens is '1000000001'", "at most 1,000,000,000."),
+        ("batch_tokens=1000000000", "One forward of batch_tokens = 1,000,000,000 takes over 3,", "raise accumulation"),
+        ("accumulation=1000000000", "The rows of a step take 1,200.0 GB of memory, and ", "Lower accumulation = 1,000"),
         ("loss_weights=x", "loss_weights is 'x'", "Give numbers."),
         ("seed=1", "'seed' is given twice", "Keep one"),
         ("device=meta", "There is no device meta", "device=cpu"),
@@ -109,9 +187,16 @@ def test_wrong_values_are_told_with_what_is_right(
     root: Path, capsys: pytest.CaptureFixture[str], given: str, what: str, fix: str
 ) -> None:
     key = given.partition("=")[0]
-    kept = [w for w in words(root) if key == "seed" or not w.startswith(f"{key}=")]
+    kept = [w for w in words(root) if given == "seed=1" or not w.startswith(f"{key}=")]
     call("train", *kept, given, code=2)
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 2
     assert what in said[0]
     assert fix in said[1]
+
+
+def test_rows_that_no_memory_holds_are_not_cached(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = [w for w in words(root) if not w.startswith("batch_tokens=")]
+    call("cache", *kept, "batch_tokens=1000000000", "--out", str(root / "states"), code=2)
+    assert "One forward of batch_tokens = 1,000,000,000 takes over 384.0 GB" in capsys.readouterr().err
+    assert not (root / "states").exists()

@@ -230,7 +230,8 @@ def test_the_output_folder_lists_what_its_head_drafts(root: Path, tmp_path: Path
     """A list that an earlier start left goes; a refused start leaves the list of the run that is there."""
     bare = make_checkpoint(tmp_path / "model", "qwen3", seed=1)
     runs.data(tmp_path / "data.jsonl", repeat=True)
-    runs.trainer(runs.config(tmp_path, bare, draft_vocab=7))
+    runs.trainer(runs.config(tmp_path, bare, draft_vocab=7, steps=1)).run()
+    shutil.rmtree(tmp_path / "head" / "checkpoints")
     assert len(ids_of(tmp_path / "head")) == 7
     runs.trainer(runs.config(tmp_path, bare, steps=2)).run()
     assert not (tmp_path / "head" / LIST).exists()

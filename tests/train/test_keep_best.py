@@ -90,13 +90,21 @@ def test_a_step_that_beats_the_start_is_exported(root: Path, tmp_path: Path) -> 
     assert "No step is accepted" not in (tmp_path / "head" / "report.html").read_text()
 
 
-def test_a_head_from_scratch_has_nothing_to_beat(root: Path, tmp_path: Path) -> None:
+def test_a_head_from_scratch_has_nothing_to_beat(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What it begins with is no head that anyone had: the best step is exported even where it is worse."""
-    facts = runs.trainer(ruinous(root, tmp_path / "head", init="scratch", lr=3.0)).run()
+    assert call(ruinous(root, tmp_path / "head", init="scratch", lr=3.0), "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
     found = runs.evaluations(ruinous(root, tmp_path / "head"))
     assert max(found[2], found[4]) <= found[0]
     assert facts["exported_step"] == facts["best_step"] == max((2, 4), key=lambda s: found[s])
     assert (tmp_path / "head" / "model.safetensors").is_file()
+    assert call(ruinous(root, tmp_path / "head", init="scratch", lr=3.0)) == 0
+    said = capsys.readouterr().out
+    assert "accepted no more than the untrained one that it began as" in said
+    assert "the one it started from" not in said
+    assert "more than the head was before the first." in (tmp_path / "head" / "report.html").read_text()
 
 
 def test_a_reduced_vocabulary_competes_with_the_head_drafting_from_it(

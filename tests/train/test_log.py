@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nextn.errors import NextnError
 from nextn.train.config import TrainConfig
+from nextn.train.lock import held
 from tests.train import runs
 
 STUB = """
 from pathlib import Path
+import fcntl
 import json
 
 FILE = Path(__file__).with_name("calls.jsonl")
@@ -121,4 +125,47 @@ def test_wandb_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NextnError, match="wandb is asked for and not installed") as error:
         runs.trainer(run).run()
     assert error.value.exit_code == 2
-    assert not runs.losses(run)
+    assert not Path(run.output).exists()
+
+
+def test_a_refusal_in_the_first_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the evaluation before it, which is in the log once a step is taken."""
+    run = made(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("nextn.train.step.clip_grad_norm_", lambda *given: torch.tensor(float("nan")))
+        with pytest.raises(NextnError, match="not finite at step 1"):
+            runs.trainer(run).run()
+    assert not Path(run.output).exists()
+    runs.trainer(run).run()
+    assert list(runs.evaluations(run)) == [0, 2, 4]
+
+
+def test_a_finished_run_started_again_drops_records_past_its_end(tmp_path: Path) -> None:
+    """Those of steps that a killed run took behind its last checkpoint."""
+    run = made(tmp_path)
+    runs.trainer(run).run()
+    log = Path(run.output) / "logs" / "log.jsonl"
+    whole = log.read_text()
+    with log.open("a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n')
+    runs.trainer(run).run()
+    assert log.read_text() == whole
+
+
+def test_a_lock_that_its_holder_removed_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened while another held it, removed, then locked: another process would make and hold a file of its own."""
+    calls = []
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        if not calls:
+            (tmp_path / "logs" / "lock").unlink()
+        calls.append(how)
+        flock(file, how)
+
+    monkeypatch.setattr("nextn.train.lock.fcntl.flock", late)
+    with held(tmp_path / "logs"):
+        assert len(calls) == 2
+        with pytest.raises(NextnError, match="Another process"), held(tmp_path / "logs"):
+            pass
+    assert not (tmp_path / "logs").exists()

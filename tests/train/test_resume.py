@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from nextn.checkpoint.source import open_checkpoint
 from nextn.cli import main
 from nextn.errors import NextnError
 from nextn.train.export import write_head
-from nextn.train.hidden_cache import write_cache
 from nextn.train.lock import held
-from nextn.train.processes import Processes
-from nextn.train.step import HeadStep
 from tests.train import runs
-
-ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +27,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs.data(folder / "data.jsonl", lines=15, repeat=True)
     runs.data(folder / "eval.jsonl", lines=8, seed=5, repeat=True)
     return folder
-
-
-class KilledError(Exception):
-    """Stands for the process ending."""
-
-
-def killed_after(steps: int, made: Any) -> None:
-    """Run until `steps` steps are taken, and drop everything."""
-    taken = 0
-    whole = HeadStep.__call__
-
-    def step(self: HeadStep, items: Any) -> Any:
-        nonlocal taken
-        if taken == steps:
-            raise KilledError
-        taken += 1
-        return whole(self, items)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadStep, "__call__", step)
-        with pytest.raises(KilledError):
-            runs.trainer(made).run()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +43,7 @@ def test_losses_are_those_of_an_uninterrupted_run(
     parts = runs.config(root, root / "model", **options, output=str(tmp_path / "parts"))
     facts = runs.trainer(whole).run()
     for steps in kills:
-        killed_after(steps, parts)
+        runs.killed_after(steps, parts)
     resumed = runs.trainer(parts).run()
     assert runs.losses(parts) == runs.losses(whole)
     assert runs.evaluations(parts) == runs.evaluations(whole)
@@ -162,7 +128,7 @@ def test_a_run_without_a_head_yet_is_named_as_such(
     made = runs.config(root, root / "model", output=str(out), save=2)
     said = f"{out} is the folder of a run of `nextn train` that has exported no head."
     for steps in (1, 3):
-        killed_after(steps, made)
+        runs.killed_after(steps, made)
         assert any(out.glob("checkpoints/step-*")) == (steps == 3)
         for words in (
             ["inspect", str(out)],
@@ -184,6 +150,24 @@ def test_a_run_without_a_head_yet_is_named_as_such(
         open_checkpoint(tmp_path)
     runs.trainer(made).run()
     assert open_checkpoint(out).tensors
+
+
+def test_a_finished_run_started_again_tells_of_its_data(root: Path, tmp_path: Path) -> None:
+    """As it did when it ran, malformed lines included; also where it was killed behind its last checkpoint."""
+    lines = (root / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text("{not json\n" + lines + '{"input_ids": [1, 500]}\n')
+    made = runs.config(tmp_path, root / "model", steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nextn.train.trainer.Trainer._finish", lambda self: self.source.report())
+        read: Any = runs.trainer(made).run()
+    assert read["lines"] == 17
+    assert sum(read["malformed"].values()) == len(read["examples"]) == 2
+    for _ in range(2):
+        facts = runs.trainer(made).run()
+        assert facts["steps"] == 3
+        assert facts["data"] == read
+    longer = runs.trainer(runs.config(tmp_path, root / "model", steps=40)).run()
+    assert longer["data"] == read
 
 
 def test_longer_than_planned(root: Path) -> None:
@@ -218,24 +202,13 @@ def test_one_process_at_a_time_trains_into_an_output(root: Path) -> None:
     assert runs.trainer(made).run()["steps"] == 2
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing past `size` bytes fails with an error of the system, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_full_disk_loses_nothing(root: Path) -> None:
     options: dict[str, Any] = {"save": 2, "output": str(root / "full")}
     runs.trainer(runs.config(root, root / "model", **options, steps=2)).run()
     kept = sorted(p.name for p in (root / "full" / "checkpoints").iterdir())
     longer = runs.config(root, root / "model", **options, steps=4)
     whole = runs.trainer(longer)
-    with files_of_at_most(10_000), pytest.raises(NextnError, match=r"step-4 cannot be written \(File too large\)"):
+    with runs.files_of_at_most(10_000), pytest.raises(NextnError, match=r"step-4 cannot be written \(File too large\)"):
         whole.run()
     assert sorted(p.name for p in (root / "full" / "checkpoints").iterdir()) == kept == ["step-2"]
     assert runs.trainer(longer).run()["steps"] == 4
@@ -247,7 +220,7 @@ def test_a_head_that_does_not_fit_on_the_disk_leaves_the_one_before(root: Path) 
     made.run()
     before = (out / "model.safetensors").read_bytes()
     with (
-        files_of_at_most(10_000),
+        runs.files_of_at_most(10_000),
         pytest.raises(NextnError, match=r"model.safetensors cannot be written \(.*File too large"),
     ):
         write_head(made.begun, out, first=True)
@@ -255,159 +228,13 @@ def test_a_head_that_does_not_fit_on_the_disk_leaves_the_one_before(root: Path) 
     assert not list(out.glob(".*"))
 
 
-def test_a_damaged_checkpoint_is_named(root: Path) -> None:
-    options: dict[str, Any] = {"steps": 2, "output": str(root / "damaged")}
-    runs.trainer(runs.config(root, root / "model", **options)).run()
-    for file in (root / "damaged" / "checkpoints" / "step-2").glob("*.distcp"):
-        file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(NextnError, match="step-2 cannot be read"):
-        runs.trainer(runs.config(root, root / "model", **options))
-
-
-# -- cached hidden states -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("init", ["native", "scratch"])
-def test_cached_states_give_the_same_losses(root: Path, init: str, tmp_path: Path) -> None:
-    """Cached in two visits and small shards, trained from without the target's layers, killed and resumed."""
-    online = runs.config(root, root / "model", init=init, steps=5, save=2, output=str(tmp_path / "online"))
-    made = runs.trainer(online)
-    out = tmp_path / "cache"
-    for count in (2, 5):
-        source = runs.trainer(online).source
-        facts = write_cache(made.begun.model, made.identity, source, online, out, count, ALONE, shard_bytes=10_000)  # type: ignore[arg-type]
-    assert facts["batches"] == 5
-    assert len(facts["shards"]) > 2
-    made.run()
-    offline = runs.config(
-        root, root / "model", init=init, steps=5, save=2, data=[], cache=str(out), output=str(tmp_path / "offline")
-    )
-    begun = runs.trainer(offline)
-    assert not hasattr(begun.begun.model, "layers")
-    killed_after(3, offline)
-    runs.trainer(offline).run()
-    assert runs.losses(offline) == runs.losses(online)
-    heads = [(Path(c.output) / "model.safetensors").read_bytes() for c in (online, offline)]
-    assert heads[0] == heads[1]
-
-
-def test_a_cache_that_fills_the_disk_is_completed_later(root: Path, tmp_path: Path) -> None:
-    made = runs.config(root, root / "model", steps=1, output=str(tmp_path / "head"))
-
-    def cache(count: int, name: str) -> dict[str, Any]:
-        begun = runs.trainer(made)
-        return write_cache(begun.begun.model, begun.identity, begun.source, made, tmp_path / name, count, ALONE)  # type: ignore[arg-type]
-
-    cache(1, "cut")
-    with files_of_at_most(1000), pytest.raises(NextnError, match="cannot be written"):
-        cache(4, "cut")
-    assert not list((tmp_path / "cut").glob(".*"))
-    assert cache(4, "cut")["batches"] == cache(4, "whole")["batches"] == 4
-
-
-def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
-    runs.target(tmp_path / "other", "qwen3_5", seed=1)
-    made = runs.config(root, root / "model", steps=1)
-    one = runs.trainer(made)
-    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
-    with pytest.raises(NextnError, match="another target"):
-        runs.trainer(runs.config(root, tmp_path / "other", cache=str(tmp_path / "cache"), output=str(tmp_path / "h")))
-    other = runs.config(root, root / "model", seed=7)
-    with pytest.raises(NextnError, match="another seed"):
-        write_cache(one.begun.model, one.identity, one.source, other, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
-    (tmp_path / "cache" / "states-00000.safetensors").write_bytes(b"\0" * 64)
-    broken = runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
-    with pytest.raises(NextnError, match="cannot be read"):
-        runs.trainer(broken).run()
-    (tmp_path / "cache" / "cache.json").write_text(json.dumps({}))
-    with pytest.raises(NextnError, match="another target"):
-        runs.trainer(broken)
-
-
-def retouched(source: Path, out: Path) -> Path:
-    """A copy whose first layer was fine-tuned; embedding and output head are the same."""
-    shutil.copytree(source, out)
-    weights = load_file(out / "model.safetensors")
-    name = next(k for k, v in weights.items() if "layers.0." in k and k.startswith("model") and v.dim() == 2)
-    weights[name] *= 1.2
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    return out
-
-
-def test_a_fine_tune_is_another_target_and_another_head_is_not(root: Path, tmp_path: Path) -> None:
-    made = runs.config(root, root / "model", steps=1, output=str(tmp_path / "head"), merge=str(tmp_path / "merged"))
-    one = runs.trainer(made)
-    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
-    one.run()
-    fine = retouched(root / "model", tmp_path / "fine")
-    told = runs.trainer(runs.config(root, fine, output=str(tmp_path / "a"))).identity
-    assert told != one.identity
-    with pytest.raises(NextnError, match="another target"):
-        runs.trainer(runs.config(root, fine, cache=str(tmp_path / "cache"), output=str(tmp_path / "b")))
-    with pytest.raises(NextnError, match="another model"):
-        write_cache(one.begun.model, told, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
-    other = runs.config(root, tmp_path / "merged", cache=str(tmp_path / "cache"), output=str(tmp_path / "c"))
-    assert runs.trainer(other).identity == one.identity
-    turned = tmp_path / "turned"
-    shutil.copytree(root / "model", turned)
-    settings = json.loads((turned / "config.json").read_text())
-    settings["rms_norm_eps"] = 1e-3
-    (turned / "config.json").write_text(json.dumps(settings))
-    assert runs.trainer(runs.config(root, turned, output=str(tmp_path / "e"))).identity != one.identity
-    low = runs.config(root, root / "model", target_dtype="bfloat16", output=str(tmp_path / "d"))
-    assert runs.trainer(low).identity != one.identity
-
-
-def test_refuses_to_go_on_with_another_target_or_other_data_under_the_same_path(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "model", tmp_path / "model")
-    shutil.copy(root / "data.jsonl", tmp_path / "data.jsonl")
-    options: dict[str, Any] = {"steps": 2, "output": str(tmp_path / "head")}
-    made = runs.config(tmp_path, tmp_path / "model", **options)
-    source = runs.trainer(made).source
-    write_cache(runs.trainer(made).begun.model, "m", source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
-    runs.trainer(made).run()
-    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "data.jsonl").read_bytes())
-    longer = {**options, "steps": 3}
-    assert (
-        runs.trainer(runs.config(tmp_path, tmp_path / "model", **longer, data=str(tmp_path / "copy.jsonl"))).step.done
-        == 2
-    )
-    lines = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "data.jsonl").write_text("".join(reversed(lines)))
-    with pytest.raises(NextnError, match="other data"):
-        runs.trainer(runs.config(tmp_path, tmp_path / "model", **longer))
-    again = runs.trainer(runs.config(tmp_path, tmp_path / "model", output=str(tmp_path / "new")))
-    with pytest.raises(NextnError, match="content of its data"):
-        write_cache(again.begun.model, "m", again.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
-    (tmp_path / "data.jsonl").write_text("".join(lines))
-    shutil.rmtree(tmp_path / "model")
-    retouched(root / "model", tmp_path / "model")
-    with pytest.raises(NextnError, match="another target"):
-        runs.trainer(runs.config(tmp_path, tmp_path / "model", **longer))
-
-
-def test_refuses_settings_that_contradict_a_cache(root: Path, tmp_path: Path) -> None:
-    made = runs.config(root, root / "model", steps=1)
-    one = runs.trainer(made)
-    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 1, ALONE)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"cache": str(tmp_path / "cache"), "output": str(tmp_path / "h")}
-    for wrong in ({"batch_tokens": 64}, {"max_length": 30}, {"seed": 3}, {"data": "elsewhere.jsonl"}):
-        (name,) = wrong
-        with pytest.raises(NextnError, match=f"was written with {name}"):
-            runs.trainer(runs.config(root, root / "model", **{**options, **wrong}))
-    runs.trainer(runs.config(root, root / "model", **options, seed=3, init="scratch"))
-    runs.trainer(runs.config(root, root / "model", **options))
-
-
-def test_a_cache_goes_round(root: Path, tmp_path: Path) -> None:
-    """More steps than batches: the batches come again in the same order."""
-    made = runs.config(root, root / "model", steps=1)
-    one = runs.trainer(made)
-    write_cache(one.begun.model, one.identity, one.source, made, tmp_path / "cache", 2, ALONE)  # type: ignore[arg-type]
-    source = runs.trainer(
-        runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
-    ).source
-    taken = [source.take()[0].ids for _ in range(4)]
-    assert torch.equal(taken[0], taken[2])
-    assert torch.equal(taken[1], taken[3])
-    assert not torch.equal(taken[0], taken[1])
+def test_a_run_keeps_to_its_ids(root: Path, tmp_path: Path) -> None:
+    """Another list under the same path would change the losses."""
+    (tmp_path / "ids.json").write_text('{"ids": [3, 5, 7]}')
+    options: dict[str, Any] = {"draft_vocab": str(tmp_path / "ids.json"), "output": str(tmp_path / "head")}
+    runs.trainer(runs.config(root, root / "model", steps=2, **options)).run()
+    (tmp_path / "ids.json").write_text('{"ids": [3, 5, 8]}')
+    with pytest.raises(NextnError, match="drafts from other ids"):
+        runs.trainer(runs.config(root, root / "model", steps=3, **options))
+    (tmp_path / "ids.json").write_text('{"ids": [7, 5, 3]}')
+    assert runs.trainer(runs.config(root, root / "model", steps=3, **options)).step.done == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +230,10 @@ def test_draft_vocabulary(tmp_path: Path, hybrid: Path) -> None:
             json.dumps({"input_ids": [1, 5, 5, 7, 5, 7, 9], "loss_mask": [1, 1, 1, 1, 1, 1, 0]}) + "\n" for _ in "ab"
         )
     )
-    made = runs.trainer(runs.config(tmp_path, hybrid, draft_vocab=3))
+    facts = runs.trainer(runs.config(tmp_path, hybrid, draft_vocab=3)).run()
     listed = json.loads((tmp_path / "head" / "draft_vocab.json").read_text())
     assert listed == {"ids": [1, 5, 7]}
-    assert made.step([made.source.take()]).loss > 0
+    assert facts["loss"] > 0
     file = str(tmp_path / "head" / "draft_vocab.json")
     again = runs.trainer(runs.config(tmp_path, hybrid, draft_vocab=file, output=str(tmp_path / "other")))
     assert again.vocab is not None
@@ -281,8 +282,15 @@ def test_refuses_a_loss_without_the_head(tmp_path: Path, hybrid: Path, monkeypat
 
 def test_refuses_a_loss_without_slope(tmp_path: Path, hybrid: Path) -> None:
     """One id in the draft vocabulary: its probability is 1 whatever the head says."""
-    (tmp_path / "one.json").write_text('{"ids": [3]}')
-    refused("does not depend on the head", root=tmp_path, model=hybrid, draft_vocab=str(tmp_path / "one.json"))
+    (tmp_path / "draft_vocab.json").write_text('{"ids": [3]}')
+    for given in (str(tmp_path / "draft_vocab.json"), str(tmp_path), 1):
+        refused("has one id, .* does not depend on the head", root=tmp_path, model=hybrid, draft_vocab=given)
+    shutil.copytree(hybrid, tmp_path / "one")
+    shutil.copy(tmp_path / "draft_vocab.json", tmp_path / "one")
+    refused("has one id, .* does not depend on the head", root=tmp_path, model=hybrid, init=str(tmp_path / "one"))
+    refused("has one id, .* does not depend on the head", root=tmp_path, model=tmp_path / "one")
+    assert not (tmp_path / "head").exists()
+    runs.trainer(runs.config(tmp_path, tmp_path / "one", draft_vocab=2, steps=1)).run()
 
 
 def test_refuses_a_target_that_would_change(tmp_path: Path, hybrid: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from nextn.train.packing import PackedBatch
+from torch import Tensor
+
 from nextn.train.source import Source
 from nextn.train.step import Item
 
@@ -37,8 +37,8 @@ class Ahead:
         item, self._state, self._report = self._pending.popleft().result()
         return item
 
-    def once(self) -> Iterator[PackedBatch]:
-        return self.source.once()
+    def id_counts(self, vocab: int) -> Tensor:
+        return self.source.id_counts(vocab)
 
     def state_dict(self) -> dict[str, Any]:
         return self._state

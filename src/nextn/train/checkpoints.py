@@ -7,6 +7,7 @@ the head alone, as it was when it was accepted best.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -77,24 +79,39 @@ class Checkpoints:
         self._write(f"best-{step}", {"head": get_model_state_dict(unroll)}, {"step": step})
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The JSON of ``step-N``."""
+        """The JSON of ``step-N``.
+
+        Raises:
+            NextnError: it cannot be read.
+        """
         try:
             facts: dict[str, Any] = json.loads((self.folder / f"step-{step}" / FACTS).read_text())
         except (OSError, ValueError) as error:
-            raise _damaged(self.folder / f"step-{step}", error) from None
+            raise _unreadable(self.folder / f"step-{step}", error, self._instead(step)) from None
+        if not isinstance(facts, dict) or not {"config", "data", "tally"} <= set(facts):
+            raise _unreadable(self.folder / f"step-{step}", None, self._instead(step))
         return facts
 
     def load(self, step: int, unroll: HeadUnroll, optimisers: tuple[Optimizer, ...]) -> None:
-        """Put ``step-N`` into head and optimisers."""
+        """Put ``step-N`` into head and optimisers.
+
+        Raises:
+            NextnError: it cannot be read.
+        """
         head, state = get_model_state_dict(unroll), get_optimizer_state_dict(unroll, optimisers)
-        self._read(f"step-{step}", {"head": head, "optimiser": state})
+        self._read(f"step-{step}", {"head": head, "optimiser": state}, self._instead(step))
         set_model_state_dict(unroll, head)
         set_optimizer_state_dict(unroll, optimisers, state)
 
     def load_best(self, step: int, unroll: HeadUnroll) -> None:
-        """Put ``best-N`` into the head."""
+        """Put ``best-N`` into the head.
+
+        Raises:
+            NextnError: it cannot be read.
+        """
         head = get_model_state_dict(unroll)
-        self._read(f"best-{step}", {"head": head})
+        last = "The same command with keep_best=false exports the last step instead."
+        self._read(f"best-{step}", {"head": head}, last)
         set_model_state_dict(unroll, head)
 
     def _write(self, name: str, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
@@ -117,13 +134,26 @@ class Checkpoints:
             os.rename(stage, out)
         self.processes.wait()
 
-    def _read(self, name: str, state: dict[str, Any]) -> None:
+    def _read(self, name: str, state: dict[str, Any], instead: str) -> None:
+        log = logging.getLogger()  # where `load` tells of missing files, with tracebacks
+        heard, log.disabled = log.disabled, True
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 load(state, checkpoint_id=self.folder / name)
-        except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-            raise _damaged(self.folder / name, error) from None
+        except (Exception, CheckpointException) as error:
+            cause = _cause(error)
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            raise _unreadable(self.folder / name, cause, instead) from None
+        finally:
+            log.disabled = heard
+
+    def _instead(self, step: int) -> str:
+        """What to do where ``step-N`` is damaged."""
+        before = max((s for s in self._steps("step") if s < step), default=None)
+        then = "begin anew" if before is None else f"resume from step-{before}"
+        return f"Delete it to {then}, or give another output."
 
     def _steps(self, kind: str) -> list[int]:
         if not self.folder.is_dir():
@@ -134,21 +164,32 @@ class Checkpoints:
 
 def _unwritten(path: Path, error: BaseException) -> NextnError:
     """`error`: an OSError lies at its root where this process failed, and nothing that people can read elsewhere."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    root: BaseException | None = error
-    while root is not None and not isinstance(root, OSError):
-        root = root.__cause__ or root.__context__
-    reason = f"{root.strerror or root}" if isinstance(root, OSError) else "the disk may be full"
+    root = _system_error(_cause(error))
+    reason = f"{root.strerror or root}" if root is not None else "the disk may be full"
     return NextnError(
         f"The checkpoint {path} cannot be written ({reason}).",
         "Make room, then run the same command again: it goes on from the newest checkpoint.",
     )
 
 
-def _damaged(path: Path, error: BaseException) -> NextnError:
-    reason = str(error).strip().splitlines()
+def _unreadable(path: Path, error: BaseException | None, instead: str) -> NextnError:
+    """`instead`: what to do where files are damaged. What `load` says of its files is of no use to anybody."""
+    root = _system_error(error)
+    if root is None or isinstance(root, FileNotFoundError):
+        what = f"The checkpoint {path} cannot be read: a file of it is missing, cut short or overwritten."
+        return NextnError(what, instead)
     return NextnError(
-        f"The checkpoint {path} cannot be read ({reason[0][:120] if reason else type(error).__name__}).",
-        "Delete it to resume from the one before, or give another output.",
+        f"The checkpoint {path} cannot be read ({root.strerror or root}).", "Check the disk and the permissions."
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong, in this process or another."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """At the root of an error."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

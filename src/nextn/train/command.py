@@ -57,7 +57,7 @@ def train(settings: Settings = None, help_config: HelpConfig = False, as_json: J
         facts = trainer.run()
     if quiet:
         return
-    _print(facts, as_json)
+    _print(facts, as_json, from_scratch=config.init == "scratch")
     if facts["exported_step"] is None:
         before, after = (
             found["accept_length"] for found in (facts["before_limited"] or facts["before"], facts["after"])
@@ -89,19 +89,23 @@ def cache(
         raise NextnError(f"cache={config.cache} names hidden states to train from.", "Leave it out, or null it.")
 
     from nextn.engine.progress import loading
+    from nextn.models.config import decoder_config
     from nextn.models.decoder import Decoder
-    from nextn.train.hidden_cache import write_cache
+    from nextn.train.hidden_cache import refuse_other, write_cache
     from nextn.train.identity import target_identity
     from nextn.train.load_target import load_target
     from nextn.train.processes import Processes, processes
     from nextn.train.progress import Progress
+    from nextn.train.room import require_room
     from nextn.train.shard import shard
     from nextn.train.source import DataSource
     from nextn.train.start import open_target, target_dtype
 
     with processes(config.device) as group:
+        refuse_other(out)
         checkpoint = open_target(config)
         dtype = target_dtype(config, checkpoint, group.device)
+        require_room(config, decoder_config(checkpoint.config), dtype.itemsize, group, steps=0, rows=1)
         identity = target_identity(checkpoint, dtype)
         with loading(sys.stderr) as progress:
             model = load_target(checkpoint, dtype, group, progress=progress if group.first else None)
@@ -114,7 +118,7 @@ def cache(
             facts = write_cache(model, identity, source, config, out, count, group, progress=told)
     if not group.first:
         return
-    stored = sum((out / shard["file"]).stat().st_size for shard in facts["shards"])
+    stored = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if as_json:
         print(json.dumps({"out": str(out), "batches": facts["batches"], "bytes": stored, "data": facts.get("report")}))
     else:
@@ -150,7 +154,7 @@ def make_reader(config: TrainConfig, checkpoint: Checkpoint) -> LineReader:
     )
 
 
-def _print(facts: dict[str, Any], as_json: bool) -> None:
+def _print(facts: dict[str, Any], as_json: bool, *, from_scratch: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return
@@ -164,14 +168,25 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
             figures = facts[name]
             shown = " ".join(f"{a:.3f}" for a in figures["acceptance"])
             print(f"accept length {told}: {figures['accept_length']:.3f} ({shown})")
-    before, limited, after = facts["before"], facts["before_limited"], facts["after"]
     exported = facts["exported_step"] is not None
-    if exported and limited and after and limited["accept_length"] <= after["accept_length"] < before["accept_length"]:
-        print("The head is accepted less than before, since it drafts from fewer ids: a larger draft_vocab costs less.")
-    elif exported and before and after and after["accept_length"] < (limited or before)["accept_length"]:
-        print("The trained head is accepted less than the one it started from: lower lr, or give more and closer data.")
+    if exported and facts["before"] and facts["after"] and (found := _verdict(facts, from_scratch)):
+        print(found)
     if exported:
         print(f"head: {facts['output']}" + (f", merged: {facts['merged']}" if facts["merged"] else ""))
+
+
+def _verdict(facts: dict[str, Any], from_scratch: bool) -> str | None:
+    """What to say of an exported head that is accepted no better than before its first step."""
+    before, limited, after = (
+        found and found["accept_length"] for found in (facts["before"], facts["before_limited"], facts["after"])
+    )
+    if from_scratch and after <= before:
+        return "The trained head is accepted no more than the untrained one that it began as: train longer or lower lr."
+    if limited and limited <= after < before:
+        return "The head is accepted less than before, since it drafts from fewer ids: a larger draft_vocab costs less."
+    if after < (limited or before):
+        return "The trained head is accepted less than the one it started from: lower lr, or give more and closer data."
+    return None
 
 
 cache.__doc__ = (cache.__doc__ or "") + "\n" + CACHE_EPILOG

@@ -35,7 +35,14 @@ def _off(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
+MOST = 10**9
+"""Of what is counted: more is a slip of the hand. Whether rows fit into memory is asked in `room`."""
 LossKind = Literal["ce", "kl", "lk", "lk_log", "tv"]
+ONE_ID = (
+    "The draft vocabulary has one id, whose probability is 1 whatever the head says: "
+    "the loss does not depend on the head.",
+    "Give draft_vocab at least two ids, or `full`.",
+)
 
 
 class TrainConfig(BaseModel):
@@ -62,7 +69,7 @@ class TrainConfig(BaseModel):
     cache: str | None = Field(
         None, description="Train from hidden states that `nextn cache` wrote to this folder, without a target pass."
     )
-    steps: Whole = Field(300, ge=1, description="Optimiser steps.")
+    steps: Whole = Field(300, ge=1, le=MOST, description="Optimiser steps.")
     unroll: Whole = Field(3, ge=1, le=8, description="Draft steps to train, each as the engine will run it.")
     loss: LossKind = Field(
         "kl",
@@ -84,18 +91,19 @@ class TrainConfig(BaseModel):
         "adamw",
         description="muon: orthogonalised momentum for matrices; norms, biases and stacked experts keep AdamW.",
     )
-    lr: Real = Field(3e-4, gt=0, description="Peak learning rate.")
+    lr: Real = Field(3e-4, gt=0, le=100, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
     warmup: Real = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate.")
     weight_decay: Real = Field(0.0, ge=0, description="Of matrices.")
     clip: Real = Field(1.0, gt=0, description="Largest norm of the gradient.")
     batch_tokens: Whole = Field(
-        512, ge=8, description="Tokens of a packed batch, one forward of one process; `max_length` or more."
+        512, ge=8, le=MOST, description="Tokens of a packed batch, one forward of one process; `max_length` or more."
     )
-    max_length: Whole = Field(512, ge=4, description="Tokens of a document at most; longer ones are cut.")
+    max_length: Whole = Field(512, ge=4, le=MOST, description="Tokens of a document at most; longer ones are cut.")
     accumulation: Whole | None = Field(
         None,
         ge=1,
+        le=MOST,
         description="Packed batches an optimiser step, over all processes together. Default: one a process.",
     )
     seed: Whole = Field(0, ge=0, lt=2**63, description="Order of the data, and weights that start from scratch.")
@@ -107,18 +115,22 @@ class TrainConfig(BaseModel):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1.")
     eval: str | None = Field(None, description="Held-out file, same formats as `data`.")
-    eval_every: Whole = Field(100, ge=1, description="Steps between evaluations; one more precedes the first step.")
-    eval_tokens: Whole = Field(16384, ge=8, description="Tokens of an evaluation.")
+    eval_every: Whole = Field(
+        100, ge=1, le=MOST, description="Steps between evaluations; one more precedes the first step."
+    )
+    eval_tokens: Whole = Field(16384, ge=8, le=MOST, description="Tokens of an evaluation.")
     eval_draft_tokens: Whole = Field(3, ge=1, le=8, description="Draft length K that accept length is reported for.")
-    save: Whole = Field(100, ge=1, description="Steps between checkpoints.")
-    keep: Whole = Field(2, ge=1, description="Newest checkpoints to keep, besides the one that is accepted best.")
+    save: Whole = Field(100, ge=1, le=MOST, description="Steps between checkpoints.")
+    keep: Whole = Field(
+        2, ge=1, le=MOST, description="Newest checkpoints to keep, besides the one that is accepted best."
+    )
     keep_best: bool = Field(
         True,
         description="With `eval`: export the step accepted best, or nothing where none beats the head that was there "
         "before, drafting from the same ids. false: export the last step.",
     )
     resume: bool = Field(True, description="Continue from the newest checkpoint in `output`. false: refuse if one is.")
-    log_every: Whole = Field(10, ge=1, description="Steps between lines of the log.")
+    log_every: Whole = Field(10, ge=1, le=MOST, description="Steps between lines of the log.")
     wandb: str | None = Field(None, description="Project to log to, where Weights & Biases is installed.")
 
     @property
@@ -226,10 +238,11 @@ def _explain(error: ValidationError, values: Mapping[str, Any]) -> NextnError:
         hint = f"Did you mean {near[0]}? " if near else ""
         return NextnError(f"{key} is {str(given)[:60]!r}.", f"{hint}Choose {', '.join(choices)}.")
     kind = _kind(key)
+    exceeded = first["type"] in ("less_than", "less_than_equal", "int_parsing_size")
     article = "a " if kind.startswith(("whole number", "number")) and kind != "numbers" else ""
     return NextnError(
         f"{key} is {str(given)[:60]!r}.",
-        f"Give {article}{kind}{_bounds(key)}. {TrainConfig.model_fields[key].description}",
+        f"Give {article}{kind}{_bounds(key, exceeded=exceeded)}. {TrainConfig.model_fields[key].description}",
     )
 
 
@@ -252,6 +265,8 @@ def _check(config: TrainConfig) -> None:
         )
     if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
         raise NextnError("loss_weights must not be negative, nor all zero.", "Give one weight a draft step.")
+    if config.draft_vocab == 1:
+        raise NextnError(*ONE_ID)
     if isinstance(config.draft_vocab, int) and config.draft_vocab < 1:
         raise NextnError(f"draft_vocab is {config.draft_vocab}.", "Give a number of ids, e.g. 32768.")
     if config.max_length > config.batch_tokens:
@@ -283,14 +298,14 @@ def _kind(name: str) -> str:
     return " or ".join(word for kind, word in words.items() if kind in types)
 
 
-def _bounds(name: str) -> str:
-    """Which numbers a key takes."""
+def _bounds(name: str, *, exceeded: bool = False) -> str:
+    """Which numbers a key takes; upper ends that nobody comes near only where one is exceeded."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     found = [
-        f"{word} {getattr(bound, kind):g}"
+        f"{word} {getattr(bound, kind):,}"
         for bound in TrainConfig.model_fields[name].metadata
         for kind, word in words.items()
-        if hasattr(bound, kind) and getattr(bound, kind) < 2**53
+        if hasattr(bound, kind) and (exceeded or getattr(bound, kind) < MOST)
     ]
     return f" {' and '.join(found)}" if found else ""
 

@@ -92,6 +92,7 @@ class Batches:
             "carried": list(at.carried),
             "taken": at.taken,
             "report": at.report.as_json(),
+            "read": self.report.as_json(),
             "data": self._identity(),
         }
 
@@ -109,6 +110,7 @@ class Batches:
         self._at = _Position(
             state["epoch"], state["line"], list(state["carried"]), state["taken"], DataReport(**state["report"])
         )
+        self.report = DataReport(**state.get("read", state["report"]))
         self._rest = None
 
     def _identity(self) -> list[int | str]:

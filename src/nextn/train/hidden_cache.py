@@ -3,14 +3,16 @@
 A cache is a folder of safetensors shards and ``cache.json``, which is written after each shard (of each process), so
 that a killed run goes on with the next, with another number of processes too. Batch n holds ``n.ids``,
 ``n.positions``, ``n.documents``, ``n.loss_mask``, ``n.given`` and, where the head is given another hidden state than
-the output head, ``n.teacher``; all [1, T(, hidden)].
+the output head, ``n.teacher``; all [1, T(, hidden)]. ``id-counts.safetensors`` holds how often each id is predicted in
+the data, cached or not, so that a draft vocabulary chosen from the cache is the one chosen from the data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,21 @@ from nextn.train.step import Item
 from nextn.train.unroll import TargetStates, target_states
 
 FACTS = "cache.json"
+COUNTS, COUNTS_KEY = "id-counts.safetensors", "counts"
+OWN = re.compile(r"\.?(cache\.json|id-counts\.safetensors|states-\d{5,}\.safetensors)")
+"""Files of a cache; with a dot before, half written ones."""
 SHARD_BYTES = 1 << 30
 PLACES = ("ids", "positions", "documents", "loss_mask")
 SETTINGS = ("data", "batch_tokens", "max_length", "seed")
+
+
+def refuse_other(out: Path) -> None:
+    """Raises NextnError where `out` is a file, or holds other things than a cache or what a killed run left of one."""
+    if out.exists() and not out.is_dir():
+        raise NextnError(f"{out} is a file.", "Name a folder for the cache.")
+    inside = [path.name for path in out.iterdir()] if out.is_dir() else []
+    if FACTS not in inside and not all(OWN.fullmatch(name) for name in inside):
+        raise NextnError(f"{out} holds other files, and no cache.", "Give an --out that is new or empty.")
 
 
 def write_cache(
@@ -64,13 +78,18 @@ def write_cache(
     """
     wanted = {"model": identity, **{name: getattr(config, name) for name in SETTINGS}}
     facts: dict[str, Any] = {**wanted, "batches": 0, "shards": [], "state": source.state_dict()}
-    if (out / FACTS).is_file():
+    known = (out / FACTS).is_file()
+    if known:
         begun = read_json(out / FACTS)
         _require_same(begun, {**wanted, "state": facts["state"]}, out)
         facts = begun
         source.load_state_dict(facts["state"])
     processes.wait()
-    out.mkdir(parents=True, exist_ok=True)
+    if processes.first and not (known and (out / COUNTS).is_file()):  # without facts it may count other data
+        counts = source.id_counts(model.config.vocab)
+        out.mkdir(parents=True, exist_ok=True)
+        write_tensors(out / COUNTS, {COUNTS_KEY: counts})
+    processes.wait()
     size = -(-shard_bytes // _batch_bytes(model, config.batch_tokens))
     while facts["batches"] < count:
         first = facts["batches"]
@@ -170,9 +189,25 @@ class CachedSource:
         self.next += self.processes.world
         return self._read(number % int(self.facts["batches"]))
 
-    def once(self) -> Iterator[PackedBatch]:
-        for number in range(int(self.facts["batches"])):
-            yield self._read(number, states=False)[0]
+    def id_counts(self, vocab: int) -> Tensor:
+        """As counted when the cache was written, over its data.
+
+        Raises:
+            NextnError: the cache was written without, or they cannot be read.
+        """
+        if not (self.folder / COUNTS).is_file():
+            raise NextnError(
+                f"The cache {self.folder} lacks {COUNTS}, which says what ids are frequent in the data.",
+                "Run the `nextn cache` command that wrote it again to add them, or give draft_vocab a file of ids.",
+            )
+        try:
+            with safe_open(self.folder / COUNTS, "pt") as file:
+                counts: Tensor = file.get_tensor(COUNTS_KEY)
+        except Exception as error:
+            raise _unreadable(COUNTS, error, "Delete it, and run the `nextn cache` command again.") from None
+        if counts.shape != (vocab,):
+            raise NextnError(f"{COUNTS} of the cache counts {len(counts)} ids of {vocab}.", "Write the cache anew.")
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self.next, "cache": self.identity}
@@ -191,22 +226,22 @@ class CachedSource:
         """Of the cache's contents as ``cache.json`` tells them."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:32]
 
-    def _read(self, number: int, *, states: bool = True) -> Item:
+    def _read(self, number: int) -> Item:
         shard = next(s for s in self.facts["shards"] if s["first"] <= number < s["first"] + s["batches"])
         try:
             with safe_open(self.folder / shard["file"], "pt") as file:
                 ids, positions, documents, mask = (file.get_tensor(f"{number}.{name}") for name in PLACES)
                 batch = PackedBatch(ids, positions, documents, mask)
-                if not states:
-                    return batch, None
                 given = file.get_tensor(f"{number}.given")
                 other = f"{number}.teacher"
                 return batch, TargetStates(given, file.get_tensor(other) if other in list(file.keys()) else given)
         except Exception as error:
-            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-            raise NextnError(
-                f"{shard['file']} of the cache cannot be read ({reason}).", "Write the cache anew."
-            ) from None
+            raise _unreadable(shard["file"], error, "Write the cache anew.") from None
+
+
+def _unreadable(name: str, error: Exception, fix: str) -> NextnError:
+    reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return NextnError(f"{name} of the cache cannot be read ({reason}).", fix)
 
 
 def _require_same(facts: dict[str, Any], wanted: dict[str, Any], out: Path) -> None:

@@ -10,57 +10,74 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from uuid import uuid4
 
 from nextn.errors import NextnError
 from nextn.train.config import TrainConfig
 
 FILE = "log.jsonl"
+Entry = tuple[dict[str, Any], str, dict[str, float]]
+"""A record, and the group, names and values of its curves."""
 
 
 class RunLog:
     """A run's log. Only the first process has one that writes.
 
+    Nothing is on disk before `open`, so that a run that is refused leaves nothing: records until then are held.
+
     Args:
         folder: made if need be.
         config: of the run.
         begun: steps already done by earlier parts of this run; records past it are dropped.
-        total: steps in all.
         quiet: print no lines.
     Raises:
         NextnError: ``wandb`` is asked for and not installed.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, begun: int, *, quiet: bool) -> None:
+        if config.wandb is not None and find_spec("wandb") is None:
+            raise NextnError("wandb is asked for and not installed.", "Install it, or leave the key out.")
+        self.folder, self.config, self.begun, self.quiet = folder, config, begun, quiet
+        self.steps = config.steps
+        self._held: list[Entry] = []
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._run: Any = None
+
+    @property
+    def opened(self) -> bool:
+        return self._file is not None
+
+    def open(self) -> None:
+        """Begin to write, with what was held."""
         from torch.utils.tensorboard import SummaryWriter
 
+        folder, begun = self.folder, self.begun
         folder.mkdir(parents=True, exist_ok=True)
-        self.quiet, self.steps = quiet, config.steps
         kept = [r for r in read_log(folder) if r["step"] <= begun] if begun else []
         (folder / FILE).write_text("".join(json.dumps(r) + "\n" for r in kept))
         self._file = (folder / FILE).open("a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=begun + 1 if begun else None)
-        self._run: Any = None
-        if config.wandb is not None:
-            if find_spec("wandb") is None:
-                raise NextnError("wandb is asked for and not installed.", "Install it, or leave the key out.")
+        if self.config.wandb is not None:
             import wandb
 
             self._run = wandb.init(
-                project=config.wandb,
+                project=self.config.wandb,
                 dir=str(folder),
-                config=config.model_dump(),
+                config=self.config.model_dump(),
                 id=_run_id(folder, begun),
                 resume="allow",
             )
+        for entry in self._held:
+            self._note(*entry)
+        self._held.clear()
 
     def step(self, record: dict[str, Any]) -> None:
         """One record of training; keys as in the file's description."""
-        self._write(record)
         flat = {"loss": record["loss"], "lr": record["lr"], "tokens_per_second": record["tokens_per_second"]}
         flat |= {f"loss_step_{k}": v for k, v in enumerate(record["loss_by_step"], 1) if v is not None}
-        self._scalars("train", flat, record["step"])
+        self._note(record, "train", flat)
         by_step = " ".join("-" if v is None else f"{v:.3f}" for v in record["loss_by_step"])
         self.say(
             f"step {record['step']}/{self.steps}  loss {record['loss']:.4f} ({by_step})  "
@@ -69,10 +86,10 @@ class RunLog:
 
     def evaluation(self, step: int, figures: dict[str, Any], limited: dict[str, Any] | None = None) -> None:
         """One evaluation: what `Evaluation.as_json` holds; `limited`, the same head drafting from the run's ids."""
-        self._write({"step": step, "eval": figures} | ({"limited": limited} if limited is not None else {}))
+        record = {"step": step, "eval": figures} | ({"limited": limited} if limited is not None else {})
         flat = {"accept_length": figures["accept_length"]}
         flat |= {f"acceptance_{i}": v for i, v in enumerate(figures["acceptance"], 1)}
-        self._scalars("eval", flat, step)
+        self._note(record, "eval", flat)
         by_position = " ".join(f"{v:.3f}" for v in figures["acceptance"])
         ids = f", {limited['accept_length']:.3f} from this run's ids" if limited is not None else ""
         self.say(f"step {step}/{self.steps}  accept length {figures['accept_length']:.3f} ({by_position}){ids}")
@@ -84,16 +101,21 @@ class RunLog:
 
     def close(self) -> None:
         """Flush everything."""
+        if self._file is None:
+            return
         self._file.close()
         self._board.close()
         if self._run is not None:
             self._run.finish()
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _note(self, record: dict[str, Any], group: str, values: dict[str, float]) -> None:
+        """A record of the file, and the curves that it gives."""
+        if self._file is None:
+            self._held.append((record, group, values))
+            return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-
-    def _scalars(self, group: str, values: dict[str, float], step: int) -> None:
+        step = record["step"]
         for name, value in values.items():
             self._board.add_scalar(f"{group}/{name}", value, step)
         if self._run is not None:

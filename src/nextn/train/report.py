@@ -105,7 +105,7 @@ def _comparison(evals: Sequence[Record]) -> str:
         f'<p class="note">Greedy, teacher-forced, {after["rounds"]:,} positions of the held-out text, '
         f"{after['draft_tokens']} draft tokens. After is step {best['step']:,}, the one accepted best.</p>"
         + told
-        + ("" if beaten else "<p>No step is accepted more than the head that the run started from.</p>")
+        + ("" if beaten else "<p>No step is accepted more than the head was before the first.</p>")
     )
 
 

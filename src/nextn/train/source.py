@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,8 @@ class Source(Protocol):
 
     def take(self) -> Item: ...
 
-    def once(self) -> Iterator[PackedBatch]:
-        """One pass over the data from its beginning, whole on every process; leaves the position as it is."""
+    def id_counts(self, vocab: int) -> Tensor:
+        """[vocab] int64: how often each id is predicted (`count_ids`), the same on every process."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class DataSource:
     def take(self) -> Item:
         return next(self.batches), None
 
-    def once(self) -> Iterator[PackedBatch]:
-        return self._batches(epochs=1)
+    def id_counts(self, vocab: int) -> Tensor:
+        return count_ids(self._batches(epochs=1), vocab)
 
     def state_dict(self) -> dict[str, Any]:
         return self.batches.state_dict()
@@ -82,14 +82,8 @@ def held_out(config: TrainConfig, reader: LineReader) -> list[PackedBatch]:
     return found
 
 
-def frequent_ids(data: Iterable[PackedBatch], count: int, vocab: int) -> Tensor:
-    """The `count` ids that are predicted most often, ascending; about VOCAB_TOKENS tokens are counted.
-
-    Raises:
-        NextnError: more ids than there are.
-    """
-    if count > vocab:
-        raise NextnError(f"draft_vocab is {count}, and the vocabulary has {vocab} ids.", "Give fewer, or leave it out.")
+def count_ids(data: Iterable[PackedBatch], vocab: int) -> Tensor:
+    """[vocab] int64: how often each id is predicted in one pass over the data, of which about VOCAB_TOKENS are read."""
     seen = torch.zeros(vocab, dtype=torch.int64)
     tokens = 0
     for batch in data:
@@ -97,4 +91,15 @@ def frequent_ids(data: Iterable[PackedBatch], count: int, vocab: int) -> Tensor:
         tokens += batch.ids.numel()
         if tokens >= VOCAB_TOKENS:
             break
-    return seen.argsort(descending=True, stable=True)[:count].sort().values
+    return seen
+
+
+def frequent_ids(source: Source, count: int, vocab: int) -> Tensor:
+    """The `count` ids that a source predicts most often, ascending; of those as frequent, the first.
+
+    Raises:
+        NextnError: more ids than there are.
+    """
+    if count > vocab:
+        raise NextnError(f"draft_vocab is {count}, and the vocabulary has {vocab} ids.", "Give fewer, or leave it out.")
+    return source.id_counts(vocab).argsort(descending=True, stable=True)[:count].sort().values

@@ -66,7 +66,7 @@ class HeadStep:
         self.optimisers = _optimisers(list(self.unroll.parameters()), config)
         self.done = 0
         self._proven = False
-        self._cast = config.autocast == "bfloat16" or (config.autocast == "auto" and processes.device.type == "cuda")
+        self._cast = head_is_cast(config, processes.device)
 
     def __call__(self, items: Sequence[Item]) -> StepResult:
         """One step over this process's share of the packed batches.
@@ -166,6 +166,11 @@ class HeadStep:
             if gradient == 0:
                 raise NextnError(_INDEPENDENT, _REPORT)
             self._proven = True
+
+
+def head_is_cast(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the head computes in bfloat16."""
+    return config.autocast == "bfloat16" or (config.autocast == "auto" and device.type == "cuda")
 
 
 def _optimisers(parameters: Sequence[nn.Parameter], config: TrainConfig) -> tuple[Optimizer, ...]:

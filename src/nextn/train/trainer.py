@@ -16,12 +16,13 @@ from nextn.checkpoint.draft_ids import DRAFT_IDS, listed_ids
 from nextn.checkpoint.jsonfile import read_json
 from nextn.checkpoint.source import Checkpoint
 from nextn.errors import NextnError
+from nextn.models.config import decoder_config
 from nextn.models.decoder import Decoder
 from nextn.models.load import Progress
 from nextn.surgery.write import refuse_existing
 from nextn.train.ahead import Ahead
 from nextn.train.checkpoints import Checkpoints
-from nextn.train.config import RUN_ONLY, TrainConfig
+from nextn.train.config import ONE_ID, RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate, share
 from nextn.train.export import merge_head, place_draft_ids, write_head
@@ -33,10 +34,11 @@ from nextn.train.losses import LossSpec
 from nextn.train.packing import PackedBatch
 from nextn.train.processes import Processes
 from nextn.train.report import write_report
+from nextn.train.room import require_room
 from nextn.train.shard import gathered, shard
 from nextn.train.source import DataSource, Source, frequent_ids, held_out
 from nextn.train.start import Start, open_target, start, target_dtype
-from nextn.train.step import HeadStep, Item
+from nextn.train.step import HeadStep, Item, head_is_cast
 from nextn.train.stop import Asked, asked_to_stop
 from nextn.train.unroll import require_layers
 
@@ -96,7 +98,9 @@ class Trainer:
         self.packs = config.accumulation or processes.world
         self._refuse_early()
         self.checkpoints = Checkpoints(self.output / "checkpoints", processes)
-        reader = make_reader(config, open_target(config)) if config.data or config.eval else None
+        target = open_target(config)
+        self._require_room(target)
+        reader = make_reader(config, target) if config.data or config.eval else None
         layers = config.cache is None or config.eval is not None
         self.begun: Start = start(config, processes, layers=layers, progress=progress)
         model = self.begun.model
@@ -114,8 +118,6 @@ class Trainer:
         self.step = HeadStep(self.begun, config, processes, spec)
         self.tally = Tally()
         self._resume()
-        if processes.first:
-            place_draft_ids(self.output, self.vocab)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step and write the head; returns the facts that the command prints.
@@ -150,6 +152,7 @@ class Trainer:
                     self._save()
                 if at_end and not taught:
                     raise NextnError("No step had a token to predict.", "Check the data, and draft_vocab with ce.")
+            self._open(log)
         finally:
             if isinstance(self.source, Ahead):
                 self.source.close()
@@ -179,6 +182,12 @@ class Trainer:
         if inside and not inside & {"logs", "checkpoints", DRAFT_IDS}:
             raise NextnError(f"{self.output} holds other files.", "Give an output that is new or empty.")
 
+    def _require_room(self, target: Checkpoint) -> None:
+        config, device = self.config, self.processes.device
+        sizes = [target_dtype(config, target, device).itemsize, 2 if head_is_cast(config, device) else 4]
+        rows = self.packs // self.processes.world
+        require_room(config, decoder_config(target.config), min(sizes), self.processes, steps=config.unroll, rows=rows)
+
     def _source(self, reader: LineReader | None) -> Source:
         if self.config.cache is not None:
             cached = CachedSource(Path(self.config.cache), self.identity, self.processes)
@@ -191,7 +200,7 @@ class Trainer:
         """[ids] ascending."""
         wanted, device = self.config.draft_vocab, self.processes.device
         if isinstance(wanted, int):
-            return frequent_ids(self.source.once(), wanted, vocab).to(device)
+            return frequent_ids(self.source, wanted, vocab).to(device)
         if wanted == "full":
             return None
         listed = self.begun.draft_ids if wanted is None else _listed(wanted)
@@ -202,6 +211,8 @@ class Trainer:
             raise NextnError(
                 f"{name} names id {listed[-1]}, and the vocabulary has {vocab}.", "Name ids of this model."
             )
+        if len(listed) == 1:
+            raise NextnError(*ONE_ID)
         return torch.tensor(listed, device=device)
 
     def _identity(self) -> dict[str, Any]:
@@ -236,6 +247,12 @@ class Trainer:
                 f"{self.output} holds a run of {newest} steps on another target, or in another dtype.",
                 "Give another output, or the target of that run.",
             )
+        listed = self.output / DRAFT_IDS
+        if listed.is_file() and _listed(str(listed)) != (self.vocab.tolist() if self.vocab is not None else None):
+            raise NextnError(
+                f"{self.output} holds a run of {newest} steps that drafts from other ids.",
+                "Give another output, or the ids and the cache of that run.",
+            )
         self.checkpoints.load(newest, self.begun.unroll, self.step.optimisers)
         self.source.load_state_dict(facts["data"])
         self.tally = Tally(**facts["tally"])
@@ -247,6 +264,12 @@ class Trainer:
             log.say(f"resumed after step {self.step.done}")
         return log
 
+    def _open(self, log: RunLog | None) -> None:
+        """Let the run be on disk: not before a step is taken, so that a refused one leaves the output as it was."""
+        if log is not None and not log.opened:
+            place_draft_ids(self.output, self.vocab)
+            log.open()
+
     def _one_step(self, log: RunLog | None) -> int:
         """Take a step; returns the rows it taught."""
         began = time.monotonic()
@@ -255,6 +278,7 @@ class Trainer:
         if log is not None and self.step.done == 0:
             self._tell_coverage(log, items)
         result = self.step(items)
+        self._open(log)
         seconds = time.monotonic() - began
         tally = self.tally
         tally.tokens, tally.seconds, tally.loss = tally.tokens + result.tokens, tally.seconds + seconds, result.loss
