@@ -65,3 +65,17 @@ def test_two_in_bfloat16_follow_one(tmp_path: Path) -> None:
         launch(made, world)
         found.append(runs.losses(made))
     assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_two_follow_one_with_muon(tmp_path: Path) -> None:
+    """A matrix's update is made of all its shards; its iteration runs in bfloat16, so that losses part a little."""
+    model = runs.target(tmp_path / "model", "qwen3_5")
+    runs.data(tmp_path / "data.jsonl", repeat=True)
+    found = []
+    for world in (1, 2):
+        made = runs.config(tmp_path, model, output=str(tmp_path / f"head-{world}"), **EXACT, optimizer="muon")
+        launch(made, world)
+        found.append(runs.losses(made))
+    assert len(found[1]) == 6
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[1][-1] < found[1][0]
