@@ -1,7 +1,8 @@
 """Which kernel multiplies a few rows with a weight of some shape fastest: a table measured on one machine.
 
-``rows_h200.json`` is written by ``benchmarks/tune_rows.py``. A shape that it does not list is treated as the nearest
-one with as many inputs and up to twice or half the outputs, and goes to the library where there is none.
+``rows_h200.json`` is written by ``benchmarks/tune_rows.py``, which times a shape's products by themselves, and
+``benchmarks/tune_in_place.py``, which times them inside a whole forward. A shape that it does not list is treated as
+the nearest one with as many inputs and up to twice or half the outputs, and goes to the library where there is none.
 """
 
 from __future__ import annotations
