@@ -49,7 +49,7 @@ class Job:
 
 def use(setting: tuple[int, int]) -> None:
     """Let every delta step have this setting."""
-    delta_triton.program_of = lambda heads: setting
+    delta_triton.program_of = lambda batch, v_heads: setting
 
 
 @torch.inference_mode()
@@ -62,7 +62,7 @@ def compile_job(job: Job) -> None:
 @torch.inference_mode()
 def rows_of(name: str, batch: int, rows: int) -> dict[str, Any]:
     """Milliseconds of a forward by setting."""
-    chosen = delta_triton.program_of(batch * GEOMETRIES[name].v_heads)
+    chosen = delta_triton.program_of(batch, GEOMETRIES[name].v_heads)
     chain = Job(name, batch, rows, chosen).chain()
     graphs = {}
     for setting in SETTINGS:

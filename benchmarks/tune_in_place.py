@@ -224,9 +224,13 @@ def main() -> None:
             start = search.best
             search.descend()
             before, after = median_ms(start, 31), median_ms(search.best, 31)
-            found[:] = [f for f in found if (f["geometry"], f["rows"]) != (name, rows)]
+            # A search that begins where an earlier one ended goes on with its count, from its first forward's time.
+            earlier = next((f for f in found if (f["geometry"], f["rows"]) == (name, rows)), None)
+            found[:] = [f for f in found if f is not earlier]
             found.append({"geometry": name, "rows": rows, "tried": search.tried})
             found[-1] |= {"before_ms": round(before, 4), "after_ms": round(after, 4), **provenance("src/nextn/kernels")}
+            if earlier is not None:
+                found[-1] |= {"tried": earlier["tried"] + search.tried, "before_ms": earlier["before_ms"]}
             print(found[-1], flush=True)
             for (n, k), plan in search.plans.items():
                 table["plans"].setdefault(f"{n}x{k}", {})[str(rows)] = asdict(plan)

@@ -216,7 +216,7 @@ def generate(
         a `Generation`, or a list of them for several prompts.
     Raises:
         NextnError: bad options, an empty prompt, one longer than the context, text without a tokenizer; NaN in the
-            logits of a single prompt (of several, `finish_reason` says so).
+            logits of a single prompt (of several, `finish_reason` and `error` say so).
     """
     on_step: Callable[[Step], None] | None = options.pop("on_step", None)
     if on_step is not None and not callable(on_step):
@@ -309,6 +309,11 @@ class Run:
         self.requests = [
             self._request(p, shared if options_each is None else options_each[i]) for i, p in enumerate(prompts)
         ]
+        if draft_tokens == "auto" and any(r.params.seed is not None and not r.params.greedy for r in self.requests):
+            raise NextnError(
+                "A seed (`--seed`) cannot make sampling repeatable with draft_tokens auto, which follows the clock.",
+                "Give a number of draft tokens (`--draft-tokens`), or leave the seed out.",
+            )
         self.results: list[Generation] = []
 
     def _request(self, prompt: Prompt, options: Mapping[str, Any]) -> Request:
@@ -365,6 +370,7 @@ class Run:
             seconds=seconds,
             prefill_seconds=self.engine.stats.prefill_seconds,
             finish_reason=s.finish,
+            error=str(s.error) if s.error is not None else None,
             draft_rounds=s.rounds,
             logprobs=s.logprobs,
         )

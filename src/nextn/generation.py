@@ -20,7 +20,8 @@ class Generation:
         drafted, accepted: proposals verified, and those that matched.
         acceptance: by position i, the share of rounds in which d1..di were all accepted, of those that proposed di.
         seconds: wall time from prefill to the last token, of the whole batch that the prompt was decoded in.
-        finish_reason: ``stop`` or ``length``; ``error`` where the prompt's logits held NaN while others were decoded.
+        finish_reason: ``stop`` or ``length``; ``error`` where the prompt failed while others were decoded.
+        error: what failed and what to do, where something did.
         draft_rounds: every round's drafts, how many were accepted, and the tokens kept.
         logprobs: one entry a token where asked for.
     """
@@ -35,6 +36,7 @@ class Generation:
     seconds: float
     prefill_seconds: float
     finish_reason: str | None
+    error: str | None = None
     draft_rounds: list[Round] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
@@ -64,6 +66,8 @@ class Generation:
             "tokens_per_second": self.tokens_per_second,
             "finish_reason": self.finish_reason,
         }
+        if self.error is not None:
+            out["error"] = self.error
         if self.logprobs:
             out["logprobs"] = [
                 {"token": p.token, "logprob": p.logprob, "top": [{"token": t, "logprob": v} for t, v in p.top]}

@@ -156,13 +156,15 @@ def test_the_kernel_equals_the_plain_step(
 
 
 def test_programs_hang_on_the_heads_of_all_sequences_padded() -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
     from nextn.kernels.delta_triton import FEW, program_of
 
-    assert [program_of(heads) for heads in (1, 16, 32)] == [FEW] * 3
-    assert program_of(64) == (32, 2)
-    assert [program_of(heads) for heads in (128, 4096)] == [(64, 2)] * 2
-    assert all(program_of(16 * batch) == program_of(16 * padded) for batch, padded in ((3, 4), (5, 8), (31, 32)))
+    assert [program_of(1, heads) for heads in (1, 16, 32)] == [FEW] * 3
+    assert program_of(2, 32) == (32, 2)
+    assert [program_of(batch, 32) for batch in (4, 128)] == [(64, 2)] * 2
+    for heads in (9, 10, 12, 16, 20, 24, 32, 48):
+        for batch in range(1, 33):
+            assert program_of(batch, heads) == program_of(triton.next_power_of_2(batch), heads)
 
 
 @pytest.mark.parametrize("shape,batch", [((1, 16, 4, 64, 4), 32), real((16, 128, 32, 128, 4), 40)])

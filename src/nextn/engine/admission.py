@@ -5,10 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 
 from nextn.engine.request import Request, Running
 from nextn.errors import NextnError
 from nextn.models.config import DecoderConfig
+
+
+def _is_id(value: object) -> bool:
+    """Whole numbers, also those of other libraries; no truth values."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def context_room(prompt: Sequence[int], config: DecoderConfig) -> int:
@@ -19,10 +25,10 @@ def context_room(prompt: Sequence[int], config: DecoderConfig) -> int:
     """
     if not prompt:
         raise NextnError("The prompt is empty.", "Give at least one token.")
-    odd = next((t for t in prompt if not 0 <= t < config.vocab), None)
+    odd = next((t for t in prompt if not _is_id(t) or not 0 <= t < config.vocab), None)
     if odd is not None:
         raise NextnError(
-            f"Token id {odd} is not in the vocabulary of {config.vocab}.", "Encode the prompt for this model."
+            f"Token id {str(odd)[:40]} is not in the vocabulary of {config.vocab}.", "Encode the prompt for this model."
         )
     if len(prompt) >= config.max_positions:
         raise NextnError(

@@ -213,11 +213,6 @@ def generate(
         exact=exact,
         **options,
     )
-    if seed is not None and length == "auto" and not run.requests[0].params.greedy:
-        raise NextnError(
-            "--seed cannot make sampling repeatable with --draft-tokens auto, which follows the clock.",
-            "Give --draft-tokens a number, or leave --seed out.",
-        )
     if as_json:
         for _ in run:
             pass
@@ -254,7 +249,7 @@ def asked_vocab(model: Model, asked: str | None, text: Path | None = None) -> Dr
     if not asked or asked.lstrip("-").isdecimal():
         raise NextnError(
             f"--draft-vocab is {asked[:20]!r}.",
-            f"Give how many ids, from 1 to {model.target.config.vocab}, a file of ids, or full.",
+            f"Give how many ids, from 2 to {model.target.config.vocab}, a file of ids, or full.",
         )
     return read_ids(Path(asked))
 

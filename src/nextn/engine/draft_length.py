@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Observed:
     seconds: float | None
 
 
+@runtime_checkable
 class DraftLength(Protocol):
     """Chooses K for each round of a batch."""
 

@@ -57,7 +57,7 @@ class Engine:
         page_size: positions a cache page.
         fused: run rounds with the fused kernels; None where they can run and cover the model.
         exact: greedy tokens in half precision equal bit for bit with the head on and off, at a cost in speed: a row's
-            arithmetic does not depend on the rows beside it. Needs the fused kernels.
+            arithmetic does not depend on the rows beside it, and each prompt runs by itself. Needs the fused kernels.
         graphs: launch each round as one CUDA graph, ahead of reading the last one; None where fused rounds run on a
             GPU.
         cache_bytes: memory that a pool may take; None for what is free (`nextn.engine.budget.free_bytes`).
@@ -77,11 +77,14 @@ class Engine:
         exact: bool = False,
         cache_bytes: int | None = None,
     ) -> None:
-        lengths = FixedLength(draft_tokens) if isinstance(draft_tokens, int) else draft_tokens
-        if not 0 <= lengths.most <= MAX_DRAFT_TOKENS:
+        lengths = FixedLength(draft_tokens) if isinstance(draft_tokens, int) and _whole(draft_tokens) else draft_tokens
+        if not isinstance(lengths, DraftLength) or not 0 <= lengths.most <= MAX_DRAFT_TOKENS:
             raise NextnError(
-                f"draft_tokens is {lengths.most}.", f"Give a whole number from 0 (no head) to {MAX_DRAFT_TOKENS}."
+                f"draft_tokens is {lengths.most if isinstance(lengths, DraftLength) else repr(lengths)[:40]}.",
+                f"Give a whole number from 0 (no head) to {MAX_DRAFT_TOKENS}, or a DraftLength.",
             )
+        if cache_bytes is not None and (not _whole(cache_bytes) or cache_bytes < 1):
+            raise NextnError(f"cache_bytes is {cache_bytes!r}.", "Give a whole number of 1 or more.")
         drafter = draft if draft is not None else target
         if lengths.most and drafter.mtp is None:
             raise NextnError("The model was loaded without an MTP head.", "Decode without one (`--no-mtp`).")
@@ -109,6 +112,8 @@ class Engine:
                 if dtype in (torch.float32, torch.float64)
                 else "Leave it out (`--exact`), or decode in float32 (`--dtype float32`).",
             )
+        if graphs and device.type != "cuda":
+            raise NextnError(f"CUDA graphs do not run on {device.type}.", "Leave graphs out, or load onto a GPU.")
         self.fused, self.exact = fused, exact
         self.graphs = fused and device.type == "cuda" if graphs is None else graphs
         self.chunk, self.page_size, self.cache_bytes = chunk, page_size, cache_bytes
@@ -145,8 +150,7 @@ class Engine:
             scheduler.add(request)
         before = replace(self.stats)
         while not scheduler.idle:
-            with device_errors("decoding"):
-                news = scheduler.step()
+            news = scheduler.step()
             self.stats.prefill_seconds = before.prefill_seconds + scheduler.prefill_seconds
             self.stats.decode_seconds = before.decode_seconds + scheduler.decode_seconds
             yield news
@@ -169,8 +173,12 @@ class Engine:
         Raises:
             NextnError: no rooms, or not even the largest fits into memory.
         """
-        if not rooms or min(rooms) < 1:
-            raise NextnError("A pool for no sequence is asked for.", "Give the positions of at least one.")
+        odd = next((room for room in rooms if not _whole(room) or room < 1), None)
+        if odd is not None or not rooms:
+            raise NextnError(
+                "A pool for no sequence is asked for." if odd is None else f"A sequence of {odd!r} positions is none.",
+                "Give the positions of at least one sequence, whole numbers of 1 or more.",
+            )
         with device_errors("preparing to decode"):
             cache = self._cache(rooms)
             self.stats.cache_bytes = cache.nbytes
@@ -187,6 +195,7 @@ class Engine:
             executor=executor,
             chunk=self.chunk,
             prompt_rows=None if prompts_first else self.chunk,
+            alone=self.exact,
             prefilled=prefilled,
         )
 

@@ -26,7 +26,7 @@ class HostRound:
         tokens: [batch][K + 1]; the first accepted + 1 are new.
         accepted: [batch].
         drafts: [batch][K], what was verified.
-        broken: [batch], logits held NaN.
+        broken: [batch], logits held NaN, or nothing finite to choose from.
         logprobs: [batch][K + 1], of the tokens; empty for a request that asks for none.
     """
 

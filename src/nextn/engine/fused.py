@@ -10,6 +10,7 @@ chunked recurrence between the same small kernels. What the kernels do not cover
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -143,7 +144,7 @@ class FusedRunner(PlainRunner):
             (hidden.reshape(-1, width), None, to_hidden, fusion.hidden_norm),
         ):
             norm_triton.rms_norm(x, n.scale, n.eps, out=to, ids=rows, pdl=pdl)
-        x = self._product(both, fusion.fuse.weight, where)
+        x = self._product(both, fusion.fuse.weight, ids.shape[0], where)
         x, residual = self._layer(block, x, None, where, self.cache.draft_k, self.cache.draft_v)
         out, stream = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl)
         out = out.view(*ids.shape, -1)
@@ -192,17 +193,22 @@ class FusedRunner(PlainRunner):
         )
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        out = self._product(hidden.reshape(-1, hidden.shape[-1]), weight)
+        out = self._product(hidden.reshape(-1, hidden.shape[-1]), weight, hidden.shape[0])
         if out.dim() == 3:
             out = out.sum(0).to(self.dtype)
         return out.view(*hidden.shape[:-1], -1)
 
-    def _product(self, x: Tensor, weight: Tensor, where: Rows | None = None) -> Tensor:
-        """x [rows, in] times weight [out, in]: [rows, out], or partial sums [splits, rows, out]."""
+    def _product(self, x: Tensor, weight: Tensor, batch: int, where: Rows | None = None) -> Tensor:
+        """x [rows, in] of `batch` sequences times weight [out, in]: [rows, out], or partial sums [splits, rows, out].
+
+        The plan is that of the batch padded to a power of two, as graphs pad it, so that an eager round multiplies by
+        the same kernels.
+        """
         if where is not None and where.prefill:
             return F.linear(x, weight)
         n, k = weight.shape
-        plan = self.plans.fixed(n, k) if self.exact else self.plans.plan(n, k, x.shape[0])
+        rows = triton.next_power_of_2(batch) * (x.shape[0] // batch)
+        plan = self.plans.fixed(n, k) if self.exact else self.plans.plan(n, k, rows)
         return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
 
     def _layer(
@@ -217,26 +223,27 @@ class FusedRunner(PlainRunner):
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward` on flat rows; x may be partial sums, or with `ids` an embedding to look up."""
-        pdl = self.dependent and not where.prefill
+        pdl, batch = self.dependent and not where.prefill, where.positions.shape[0]
         norm = layer.input_norm
         h, residual = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, ids=ids, pdl=pdl)
         if isinstance(layer.gdn, GatedDeltaNet):
-            mixed, out = self._delta(layer.gdn, self._product(h, layer.gdn.inputs.weight, where), where), layer.gdn.out
+            inputs = self._product(h, layer.gdn.inputs.weight, batch, where)
+            mixed, out = self._delta(layer.gdn, inputs, where), layer.gdn.out
         else:
             assert isinstance(layer.attn, Attention)
             attn = layer.attn
             mixed = self._attend(
-                attn, self._product(h, attn.qkv.weight, where), where, k_pools[attn.layer], v_pools[attn.layer]
+                attn, self._product(h, attn.qkv.weight, batch, where), where, k_pools[attn.layer], v_pools[attn.layer]
             )
             out = attn.o
         norm = layer.post_norm
         h, residual = norm_triton.add_rms_norm(
-            self._product(mixed, out.weight, where), residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl
+            self._product(mixed, out.weight, batch, where), residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl
         )
         assert isinstance(layer.mlp, MLP)
-        gate_up = self._product(h, layer.mlp.gate_up.weight, where)
+        gate_up = self._product(h, layer.mlp.gate_up.weight, batch, where)
         gated = activation_triton.silu_mul(gate_up, dtype=self.dtype, pdl=pdl)
-        return self._product(gated, layer.mlp.down.weight, where), residual
+        return self._product(gated, layer.mlp.down.weight, batch, where), residual
 
     def _delta(self, net: GatedDeltaNet, x: Tensor, where: Rows) -> Tensor:
         cache, layer = self.cache, net.layer

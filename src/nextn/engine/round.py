@@ -19,7 +19,7 @@ from nextn.engine.batch import Batch
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.runner import Runner
-from nextn.engine.sampling import DRAFT, adjust
+from nextn.engine.sampling import DRAFT, adjust, broken_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RoundResult:
         accepted: [batch], how many draft tokens were kept.
         drafts: [batch, K], what was verified.
         logits: [batch, K + 1, vocab] of the target.
-        broken: [batch] bool, the target's logits held NaN.
+        broken: [batch] bool, as `broken_logits` of the target's logits.
     """
 
     tokens: Tensor
@@ -131,7 +131,7 @@ def _accept(runner: Runner, logits: Tensor, batch: Batch, positions: Tensor) -> 
         return runner.accept_best(logits, batch.drafts)
     probs = runner.process(logits, state, batch.drafts)
     tokens, accepted = runner.accept(probs, batch.drafts, batch.draft_probs, runner.uniforms(state.seed, positions + 1))
-    return tokens, accepted, logits.amax((-1, -2)).isnan()
+    return tokens, accepted, broken_logits(logits)
 
 
 def _draft(runner: Runner, logits: Tensor, batch: Batch, drafts: Tensor) -> tuple[Tensor, Tensor | None]:

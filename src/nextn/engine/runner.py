@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextn.engine.contexts import DraftContext, Rows, TargetContext
 from nextn.engine.draft_vocab import DraftVocab
-from nextn.engine.sampling import SamplingState, accept, accept_greedy, process, sample, uniforms
+from nextn.engine.sampling import SamplingState, accept, accept_greedy, broken_logits, process, sample, uniforms
 from nextn.models.decoder import Decoder, Drafter
 
 
@@ -94,9 +94,7 @@ class PlainRunner:
 
     def accept_best(self, logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         choices = logits.argmax(-1)
-        # The largest of logits that hold a NaN is that NaN.
-        broken = logits.gather(-1, choices[..., None]).isnan().any((-1, -2))
-        return *accept_greedy(choices, drafts), broken
+        return *accept_greedy(choices, drafts), broken_logits(logits)
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
         return process(logits, state, drafts, first_row)

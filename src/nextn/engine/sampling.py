@@ -26,6 +26,7 @@ __all__ = [
     "accept",
     "accept_greedy",
     "adjust",
+    "broken_logits",
     "process",
     "sample",
     "token_logprobs",
@@ -49,6 +50,17 @@ def sample(probs: Tensor, draws: Tensor) -> Tensor:
     # A parallel cumulative sum may step up by one rounding at an id of probability zero.
     possible = probs.gather(-1, ids) > 0
     return torch.where(possible, ids, probs.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def broken_logits(logits: Tensor) -> Tensor:
+    """Whether a sequence's logits hold a NaN, or have no finite largest one: no token can be chosen from them.
+
+    Args:
+        logits: [B, T, V].
+    Returns:
+        [B] bool.
+    """
+    return ~logits.amax(-1).isfinite().all(-1)
 
 
 def accept_greedy(choices: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:

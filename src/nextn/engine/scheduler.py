@@ -24,6 +24,7 @@ from torch import Tensor
 from nextn.engine.admission import admit, spare_positions
 from nextn.engine.batch import Batch, join
 from nextn.engine.cache import Cache
+from nextn.engine.device_errors import device_errors
 from nextn.engine.draft_length import DraftLength, Observed
 from nextn.engine.executor import EagerExecutor, Executor, HostRound, to_host
 from nextn.engine.logits import SamplingState
@@ -60,6 +61,8 @@ class Scheduler:
         executor: runs the rounds; None runs them eagerly.
         chunk: rows of one prompt a prefill forward.
         prompt_rows: prompt rows a step, over all prompts; None sets no limit, so that rounds wait for prompts.
+        alone: run each prompt in forwards of its own, cut at multiples of `chunk`, so that its bits hang on nothing
+            else; a step may then hold up to a chunk more than `prompt_rows`.
         prefilled: called with the rows of each prefill forward.
         clock: seconds; round times are measured with it.
     """
@@ -73,6 +76,7 @@ class Scheduler:
         executor: Executor | None = None,
         chunk: int = 512,
         prompt_rows: int | None = FORWARD_ROWS,
+        alone: bool = False,
         prefilled: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,7 +87,7 @@ class Scheduler:
             )
         self.runner, self.cache, self.lengths = runner, cache, lengths
         self.executor = executor if executor is not None else EagerExecutor(runner, cache)
-        self.chunk, self.prompt_rows = chunk, prompt_rows
+        self.chunk, self.prompt_rows, self.alone = chunk, prompt_rows, alone
         self.prefilled, self.clock = prefilled, clock
         self.spare = spare_positions(lengths.most, self.executor.ahead)
         self.pool = len(cache.free_pages) * cache.page_size
@@ -131,7 +135,13 @@ class Scheduler:
         Returns:
             (sequence, what it gained) for every result that has been read; a sequence whose logits held NaN comes
             with nothing gained and `error` set.
+        Raises:
+            NextnError: the device fails, or its memory runs out.
         """
+        with device_errors("decoding"):
+            return self._step()
+
+    def _step(self) -> News:
         started = self.clock()
         ready = len(self._due)
         self._arrange()
@@ -264,13 +274,13 @@ class Scheduler:
         while self._prefilling and budget > 0:
             work: list[tuple[tuple[int, bool, bool], Running]] = []
             for s in self._prefilling:
-                rows = min(len(s.feed) - s.fed, self.chunk, budget)
-                if rows:
+                rows = min(len(s.feed) - s.fed, self.chunk, self.chunk if self.alone else budget)
+                if rows and budget > 0:
                     work.append(((rows, s.fed + rows == len(s.feed), bool(s.tokens)), s))
                     budget -= rows
             for (rows, last, again), alike in groupby(sorted(work, key=lambda w: w[0]), key=lambda w: w[0]):
                 members = [s for _, s in alike]
-                size = max(1, FORWARD_ROWS // rows)
+                size = 1 if self.alone else max(1, FORWARD_ROWS // rows)
                 for at in range(0, len(members), size):
                     self._forward(members[at : at + size], rows, last, again)
             self._undisturbed = False
@@ -330,7 +340,7 @@ class Scheduler:
                     s.finish, s.error = (
                         "error",
                         NextnError(
-                            "The model's logits hold NaN.",
+                            "The model's logits hold NaN or are infinite.",
                             "Decode in another dtype (`--dtype float32`), or check the weights.",
                         ),
                     )

@@ -330,16 +330,16 @@ def _checked(weights: DeltaWeights, x: Tensor, ring: Tensor, slot: Tensor) -> in
     return rows
 
 
-def program_of(heads: int) -> tuple[int, int]:
-    """Columns of a head's state and warps of a program, for so many heads of all sequences together.
+def program_of(batch: int, v_heads: int) -> tuple[int, int]:
+    """Columns of a head's state and warps of a program, by the value heads of all sequences together.
 
     Few heads are spread over the card. Many fill it by themselves: then fewer warps, each with more of the state, meet
     less often to sum over the key dimension. Measured on an H200 inside whole forwards (``delta-programs-h200.json``
-    under benchmarks/results): of Qwen3.5 4B (32 heads), 4 rows, 32 sequences 6.00 ms with 32 columns and 4 warps, 5.39
-    with 64 and 2, and of one sequence 2.68 and 2.78. A number of heads counts as the next power of two, so that
-    padded sequences change nothing.
+    under benchmarks/results): of Qwen3.5 4B (32 heads), 4 rows, 32 sequences 6.04 ms with 32 columns and 4 warps, 5.41
+    with 64 and 2, and of one sequence 2.70 and 2.79. A batch counts as the next power of two, so that padded sequences
+    change nothing.
     """
-    heads = triton.next_power_of_2(heads)
+    heads = triton.next_power_of_2(batch) * v_heads
     return FEW if heads < 64 else (32, 2) if heads < 128 else (64, 2)
 
 
@@ -360,7 +360,7 @@ def _launch(
     batch = slot.shape[0]
     total = x.shape[-2]
     rows, splits = total // batch, splits_of(x)
-    columns, warps = FEW if pad_rows > 1 else program_of(batch * w.v_heads)
+    columns, warps = FEW if pad_rows > 1 else program_of(batch, w.v_heads)
     block = min(columns, w.v_dim)
     programs = w.v_heads * (w.v_dim // block)
     width = 2 * w.k_dim + block + 4

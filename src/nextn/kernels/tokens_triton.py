@@ -101,8 +101,8 @@ def _accept_best(
     wrong = batch < 0
     for i in tl.static_range(STEPS + 1):
         at = batch * (STEPS + 1) + i
-        _, token = best_of_blocks(values, ids, at, blocks, PADDED)
-        wrong = wrong | (token < 0)
+        best, token = best_of_blocks(values, ids, at, blocks, PADDED)
+        wrong = wrong | (token < 0) | (tl.abs(best) == float("inf"))
         token = tl.where(token < 0, -1 - token, token).to(tl.int64)
         tl.store(tokens + at, token)
         if i < STEPS:
@@ -308,7 +308,8 @@ def accept_best(logits: Tensor, drafts: Tensor, *, pdl: bool = False) -> tuple[T
         logits: [B, K + 1, V], contiguous.
         drafts: [B, K] int64, contiguous along K.
     Returns:
-        (tokens [B, K + 1] int64, accepted [B] int64, broken [B] bool: a row of the sequence holds a NaN).
+        (tokens [B, K + 1] int64, accepted [B] int64, broken [B] bool: a row of the sequence holds a NaN, or its largest
+        logit is infinite).
     """
     batch, steps = drafts.shape
     values, ids = best_blocks(logits.view(-1, logits.shape[-1]), pdl=pdl)

@@ -10,7 +10,6 @@ from typing import Any
 
 from nextn import api
 from nextn.engine.admission import spare_positions, token_limit
-from nextn.engine.device_errors import device_errors
 from nextn.engine.engine import Engine
 from nextn.engine.request import Request, Running
 from nextn.engine.scheduler import Scheduler
@@ -90,8 +89,7 @@ def answer_locally(
                 asked = waiting.popleft()
                 running[scheduler.add(asked.request)] = asked
                 free -= 1
-        with device_errors("decoding"):
-            news = scheduler.step()
+        news = scheduler.step()
         for s, _ in news:
             if s.finish is None:
                 continue
