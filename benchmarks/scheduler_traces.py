@@ -81,7 +81,7 @@ def main() -> None:
             "what": "random scheduler traces in float64; every request compared with itself alone",
             "command": recorded(),
             "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.machine()} CPU, {options.jobs} process{'es' if options.jobs > 1 else ''} of one thread",
+            "machine": f"{platform.machine()} CPU, {options.jobs} at once, of one thread",
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             **totals.as_json(),
             "wall_seconds": round(time.monotonic() - started, 1),
