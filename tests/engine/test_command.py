@@ -299,6 +299,8 @@ def test_python_load_refusals() -> None:
         load(mtp=False, separate_draft=True)
     with pytest.raises(NextnError, match="on_step is of type int"):
         generate(load(), "a", on_step=3)  # type: ignore[call-overload]
+    with pytest.raises(NextnError, match="follows the clock"):
+        generate(load(), "a", draft_tokens="auto", seed=1, temperature=1.0)
 
 
 def test_a_prompt_that_breaks_leaves_the_others_alone() -> None:
@@ -314,6 +316,10 @@ def test_a_prompt_that_breaks_leaves_the_others_alone() -> None:
     assert [g.finish_reason for g in found] == ["length", "error", "length"]
     assert (found[0].tokens, found[2].tokens) == (expected[0].tokens, expected[2].tokens)
     assert found[1].tokens == []
+    assert found[1].as_json()["error"] == found[1].error
+    assert found[1].error is not None
+    assert found[1].error.startswith("The model's logits hold NaN or are infinite. Decode in another dtype")
+    assert (found[0].error, "error" in found[0].as_json()) == (None, False)
     with pytest.raises(NextnError, match="NaN"):
         generate(model, prompts[1], max_tokens=12)
 

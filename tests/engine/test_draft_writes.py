@@ -22,6 +22,7 @@ from nextn.engine.prefill import page_table
 from nextn.engine.round import decode_round, draft, set_draft_tokens
 from nextn.engine.runner import PlainRunner, Runner
 from nextn.engine.sampling import SamplingParams, SamplingState
+from nextn.kernels.delta import DeltaLog
 from nextn.models.decoder import Decoder
 from tests.engine.models import decoder
 
@@ -30,9 +31,12 @@ PAGE_SIZE, PAGES, SLOTS = 16, 20, 5
 TARGET, DRAFT = ("k", "v", "states", "conv"), ("draft_k", "draft_v")
 RUNNERS = [
     pytest.param("plain", "cpu", torch.float64, id="plain-cpu"),
+    pytest.param("plain-replay", "cpu", torch.float64, id="plain-replay-cpu"),
     pytest.param("plain", "cuda", torch.float32, id="plain-cuda", marks=pytest.mark.gpu),
     pytest.param("fused", "cuda", torch.float32, id="fused-cuda", marks=pytest.mark.gpu),
     pytest.param("fused", "cuda", torch.bfloat16, id="fused-cuda-bf16", marks=pytest.mark.gpu),
+    pytest.param("fused-replay", "cuda", torch.float32, id="fused-replay-cuda", marks=pytest.mark.gpu),
+    pytest.param("fused-replay", "cuda", torch.bfloat16, id="fused-replay-cuda-bf16", marks=pytest.mark.gpu),
 ]
 
 
@@ -41,14 +45,14 @@ class Guarded:
     """A cache of random contents whose pools lie between guards.
 
     Attributes:
-        whole: name -> the tensor that the pool is a view of, one page or sequence longer at either end.
+        whole: name -> the tensor that the pool is a view of, [layers, one page or sequence longer at either end, ..].
     """
 
     cache: Cache
     whole: dict[str, Tensor]
 
     @classmethod
-    def make(cls, model: Decoder, rows: int, seed: int) -> Guarded:
+    def make(cls, model: Decoder, rows: int, seed: int, kind: str = "plain") -> Guarded:
         weight = model.embed.weight
         cache = Cache(
             model.config,
@@ -58,6 +62,7 @@ class Guarded:
             rows=rows,
             dtype=weight.dtype,
             device=weight.device,
+            replay=kind.endswith("-replay"),
         )
         generator = torch.Generator().manual_seed(seed)
         whole: dict[str, Tensor] = {}
@@ -68,10 +73,19 @@ class Guarded:
             inside = whole[name][:, 1:-1]
             inside.copy_(torch.randn(pool.shape, generator=generator) * 0.3)
             setattr(cache, name, inside)
+        for i, log in enumerate(cache.logs):
+            parts = []
+            for name, part in (("k", log.k), ("u", log.u), ("g", log.g)):
+                guarded = torch.full((1, part.shape[0] + 2, *part.shape[1:]), SENTINEL, dtype=part.dtype)
+                guarded[0, 1:-1] = torch.randn(part.shape, generator=generator) * 0.3
+                whole[f"log {i} {name}"] = guarded = guarded.to(part.device)
+                parts.append(guarded[0, 1:-1])
+            cache.logs[i] = DeltaLog(*parts)
         return cls(cache, whole)
 
-    def sums(self, names: tuple[str, ...]) -> dict[str, bytes]:
-        """Every byte of these pools, guards included."""
+    def target(self) -> dict[str, bytes]:
+        """Every byte of every buffer of the target, guards included."""
+        names = [name for name in self.whole if name not in DRAFT]
         return {n: self.whole[n].cpu().contiguous().view(torch.uint8).numpy().tobytes() for n in names}
 
     def guards_stand(self) -> bool:
@@ -87,7 +101,7 @@ class Guarded:
 
 
 def a_runner(kind: str, model: Decoder, cache: Cache) -> Runner:
-    if kind == "plain":
+    if kind.startswith("plain"):
         return PlainRunner(model, model)
     from nextn.engine.fused import FusedRunner
 
@@ -95,7 +109,7 @@ def a_runner(kind: str, model: Decoder, cache: Cache) -> Runner:
 
 
 def a_model(kind: str, device: str, dtype: torch.dtype) -> Decoder:
-    if kind == "plain" and device == "cpu":
+    if kind.startswith("plain") and device == "cpu":
         return decoder("qwen3_5", dtype)
     from tests.engine.test_fused import model
 
@@ -155,7 +169,7 @@ def test_a_round_writes_where_it_may(
     """Target pools after a round are, bit for bit, those after its verify alone; keys and values changed at exactly
     the rows' positions; the draft pool at those and at the draft steps' further ones."""
     model = a_model(kind, device, dtype)
-    verified, rounded = (Guarded.make(model, k + 1, seed) for _ in range(2))
+    verified, rounded = (Guarded.make(model, k + 1, seed, kind) for _ in range(2))
     batch = a_batch(rounded, model, lengths, k, seed, temperature)
     pools = {name: rounded.inside(name) for name in ("k", "v", *DRAFT)}
     table, size = batch.table.clone(), batch.size
@@ -165,7 +179,7 @@ def test_a_round_writes_where_it_may(
         where = Rows(verified.cache, table, positions, batch.bound + k + 1, batch.slots, batch.committed)
         a_runner(kind, model, verified.cache).target_rows(rows, where)
         result = decode_round(a_runner(kind, model, rounded.cache), rounded.cache, batch)
-    assert rounded.sums(TARGET) == verified.sums(TARGET)
+    assert rounded.target() == verified.target()
     assert rounded.guards_stand()
     assert verified.guards_stand()
     verify = set.union(*(places(batch, table, b, range(n, n + k + 1)) for b, n in enumerate(lengths)))
@@ -186,9 +200,9 @@ def test_drafting_leaves_the_target_alone(
 ) -> None:
     """Extend rows, draft steps and drafting anew at another K: every byte of every target buffer stays."""
     model = a_model(kind, device, dtype)
-    guarded = Guarded.make(model, 6, seed)
+    guarded = Guarded.make(model, 6, seed, kind)
     batch = a_batch(guarded, model, lengths, max(k, again), seed, temperature)
-    runner, before = a_runner(kind, model, guarded.cache), guarded.sums(TARGET)
+    runner, before = a_runner(kind, model, guarded.cache), guarded.target()
     drafted = {name: guarded.inside(name) for name in DRAFT}
     positions = (batch.lengths[:, None] + torch.arange(k + 1, device=batch.lengths.device)).contiguous()
     hidden = torch.randn(batch.size, k + 1, model.config.hidden).to(device, dtype)
@@ -198,7 +212,7 @@ def test_drafting_leaves_the_target_alone(
         draft(runner, guarded.cache, replace(batch), k)
         set_draft_tokens(runner, guarded.cache, batch, again)
     assert batch.draft_tokens == again
-    assert guarded.sums(TARGET) == before
+    assert guarded.target() == before
     assert guarded.guards_stand()
     extend = set.union(*(places(batch, batch.table, b, range(n, n + k + 1)) for b, n in enumerate(lengths)))
     own = set.union(*(places(batch, batch.table, b, range(n, n + max(k, again) + 1)) for b, n in enumerate(lengths)))
@@ -210,9 +224,9 @@ def test_the_checks_can_fail() -> None:
     """One changed element of a target buffer, and one of a guard, are seen."""
     model = decoder("qwen3_5")
     guarded = Guarded.make(model, 2, 0)
-    before: dict[str, Any] = guarded.sums(TARGET)
+    before: dict[str, Any] = guarded.target()
     guarded.cache.states[1, 2].view(-1)[5] += 1e-9
-    assert guarded.sums(TARGET) != before
+    assert guarded.target() != before
     assert guarded.guards_stand()
     guarded.whole["draft_v"][0, -1].view(-1)[-1] = 0
     assert not guarded.guards_stand()

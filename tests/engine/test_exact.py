@@ -12,10 +12,13 @@ import torch
 pytest.importorskip("triton")
 
 from nextn.checkpoint.source import open_checkpoint
+from nextn.engine import engine as engine_module
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.engine import Engine
 from nextn.engine.fused import FusedRunner
+from nextn.engine.params import SamplingParams
+from nextn.engine.request import Request
 from nextn.errors import NextnError
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
@@ -84,6 +87,29 @@ def test_tokens_with_and_without_the_head_are_the_same(k: int) -> None:
     prompts = [torch.randint(0, 5003, (3 + 2 * i,), generator=generator).tolist() for i in range(24)]
     runs = [decode(Engine(m, draft_tokens=n, exact=True), prompts, max_tokens=64) for n in (0, k)]
     assert [s.tokens for s in runs[1]] == [s.tokens for s in runs[0]]
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "places"), [("cpu", 3, 2), pytest.param("cuda", 40, 6, marks=pytest.mark.gpu)]
+)
+def test_prompts_that_wait_for_places_have_the_same_tokens_too(
+    device: str, count: int, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one length, which otherwise run together; when a place is free hangs on the head."""
+    monkeypatch.setattr(engine_module, "AT_ONCE", places)
+    m = model(device, BF16)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 90, (5,), generator=generator).tolist() for _ in range(count)]
+    asked = [
+        Request(p, SamplingParams(temperature=0.0, max_tokens=2 + i % (2 if device == "cpu" else 5)))
+        for i, p in enumerate(prompts)
+    ]
+    found = []
+    for k in (0, 1 if device == "cpu" else 3):
+        engine = Engine(m, draft_tokens=k, exact=True, fused=True)
+        found.append({s.index: s.tokens for news in engine.rounds(asked) for s, _ in news})
+    assert found[1] == found[0]
+    assert len(found[0]) == count
 
 
 def test_where_the_kernels_cannot_run_it_is_refused() -> None:

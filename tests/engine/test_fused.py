@@ -25,6 +25,7 @@ from nextn.engine.request import Request, Running
 from nextn.engine.round import RoundResult, decode_round, draft_tokens, set_draft_tokens
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingParams, SamplingState
+from nextn.kernels.row_plans import RowPlan, RowPlans
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
 from tests.kernels.flash_linear_attention import stand_in
@@ -217,6 +218,36 @@ def test_draft_work_writes_only_draft_pages_of_its_own(fused: bool) -> None:
         # The extend's four rows; the draft steps' positions L+a+1 and L+a+2 lie among them.
         rows = [(int(table[b, p // 16]), p % 16) for b in range(2) for p in positions[b].tolist()]
         assert sorted(map(tuple, changed)) == sorted(rows)
+
+
+class Asked(RowPlans):
+    """Keeps the numbers of rows that plans are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.rows: set[int] = set()
+
+    def plan(self, n: int, k: int, rows: int) -> RowPlan:
+        self.rows.add(rows)
+        return super().plan(n, k, rows)
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 1), (2, 2), (3, 4)])
+@torch.inference_mode()
+def test_eager_rounds_take_the_plans_of_the_batch_that_graphs_pad_to(size: int, padded: int) -> None:
+    m = model("qwen3_5", "cpu", torch.float32)
+    cache, plans = cache_of(m, 5, replay=True), Asked()
+    runner = FusedRunner(m, m, cache, longest=64, plans=plans)
+    prompts = [[3, 1, 4]] * size
+    sampling = SamplingState.build(
+        [SamplingParams(temperature=0.0)] * size, prompts, vocab_size=m.config.vocab, device=cache.device
+    )
+    pages, slots = zip(*(cache.take(30) for _ in prompts), strict=True)
+    batch, _ = prefill(runner, cache, prompts, pages, slots, sampling, k=4, chunk=3)
+    plans.rows.clear()
+    decode_round(runner, cache, batch)
+    # Verify and extend, and single draft steps with the logits of all heads' last rows.
+    assert plans.rows == {5 * padded, padded}
 
 
 def decode(m: Decoder, k: int, prompts: list[list[int]], fused: bool) -> list[Running]:

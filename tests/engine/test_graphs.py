@@ -37,15 +37,26 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 7], [30] * 21]
 SIZES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "vocab_size": 1009}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SPLIT = {"kind": "swap", "block_n": 64, "block_k": 32, "splits": 2, "stages": 3, "first": 1, "ahead": 1}
-PLANS = {"1": {"kind": "fma", "block_n": 4, "block_k": 128}, "4": SPLIT, "16": {**SPLIT, "splits": 1, "first": 2}}
+WIDE = {**SPLIT, "splits": 1, "ahead": 0, "block_m": 32}
+PLANS = {
+    "1": {"kind": "fma", "block_n": 4, "block_k": 128},
+    "4": SPLIT,
+    "16": {**SPLIT, "splits": 1, "first": 2},
+    "32": WIDE,
+}
 """Own products, with weights read before the wait of a dependent launch; the measured table lists no such shapes."""
 ASKED: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"min_tokens": 9}, {"logit_bias": {3: 2.0}, "logprobs": 0}]
 
 
+MANY = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 64}
+"""Heads of the delta net that fill a card: their programs differ from those of few (`delta_triton.program_of`)."""
+
+
 @functools.cache
-def models(dtype: torch.dtype) -> tuple[Decoder, Drafter]:
+def models(dtype: torch.dtype, many: bool = False) -> tuple[Decoder, Drafter]:
+    """Target and separate draft; `many` heads of the delta net, or few."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = open_checkpoint(make_checkpoint(Path(folder), "qwen3_5", **SIZES))
+        checkpoint = open_checkpoint(make_checkpoint(Path(folder), "qwen3_5", **SIZES, **(MANY if many else {})))
         target, _ = load_decoder(checkpoint, dtype=dtype, device=CUDA)
         return target, load_drafter(checkpoint, dtype=dtype, device=CUDA)[0]
 
@@ -62,6 +73,7 @@ def start(
     temperature: float | Sequence[float] = 0.0,
     others: int = 0,
     dependent: bool | None = None,
+    many: bool = False,
     **asked: Any,
 ) -> tuple[FusedRunner, Cache, Batch]:
     """A cache with the prompts prefilled, and their batch; the first pages and slots belong to `others`.
@@ -69,7 +81,7 @@ def start(
     Args:
         dependent: whether kernels start early; None where the GPU can.
     """
-    target, draft = models(dtype)
+    target, draft = models(dtype, many)
     cache = Cache(target.config, pages=60, page_size=16, sequences=6, rows=k + 1, dtype=dtype, device=CUDA, replay=True)
     for _ in range(others):
         cache.take(1)
@@ -123,6 +135,35 @@ def test_graphs_equal_eager_rounds(dtype: torch.dtype, k: int, temperature: floa
     expected = eager(*start(dtype, k, temperature=temperature, dependent=False), 12)
     _, got = graphed(*start(dtype, k, temperature=temperature), 12)
     assert got == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [2, 4])
+def test_graphs_equal_eager_rounds_where_padding_takes_the_rows_past_a_plan(k: int) -> None:
+    """Three sequences of 5 rows are 15, which another plan serves than the 20 of four."""
+    expected = eager(*start(BF16, k, dependent=False), 12)
+    _, got = graphed(*start(BF16, k), 12)
+    assert got == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("many", [False, True])
+def test_which_programs_the_delta_step_has(many: bool) -> None:
+    """Few heads and many are both among these tests."""
+    from nextn.kernels.delta_triton import FEW, program_of
+
+    heads = models(BF16, many)[0].config.gdn_v_heads
+    assert (program_of(len(PROMPTS), heads) == FEW) != many
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [0, 3])
+def test_graphs_of_many_heads_equal_eager_rounds_and_a_separate_draft(k: int) -> None:
+    expected = eager(*start(BF16, k, many=True, dependent=False), 12)
+    _, native = graphed(*start(BF16, k, many=True), 12)
+    _, separate = graphed(*start(BF16, k, many=True, separate=True), 12)
+    assert native == expected
+    assert separate == expected
 
 
 @pytest.mark.gpu
@@ -215,14 +256,19 @@ def test_draft_work_writes_only_draft_pools() -> None:
             work()
         before = [p.clone() for p in target]
         guards = [cache.draft_k[:, guard].clone(), cache.draft_v[:, guard].clone()]
-        drafts = cache.draft_k.clone()
-        cache.draft_k[:, batch.table[:, 0]] = 0
+        drafts = [cache.draft_k.clone(), cache.draft_v.clone()]
+        rows = batch.lengths[:, None] + torch.arange(4, device=CUDA)
+        at = batch.table.gather(1, rows // cache.page_size) * cache.page_size + rows % cache.page_size
+        for pool in (cache.draft_k, cache.draft_v):
+            pool.flatten(1, 2)[:, at.flatten()] = 0
         graph.replay()
         torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(before, target, strict=True))
     assert torch.equal(guards[0], cache.draft_k[:, guard])
     assert torch.equal(guards[1], cache.draft_v[:, guard])
-    assert not torch.equal(drafts, cache.draft_k)
+    # What extend and draft steps write, they wrote again where it had been cleared; nothing else changed.
+    assert torch.equal(drafts[0], cache.draft_k)
+    assert torch.equal(drafts[1], cache.draft_v)
 
 
 class Recording(FusedRunner):

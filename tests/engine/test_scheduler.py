@@ -289,3 +289,100 @@ def test_a_chunk_whose_elements_the_kernels_cannot_number_is_refused(chunk: int)
     with pytest.raises(NextnError, match=f"chunk is {chunk}"):
         Engine(tiny(), chunk=chunk)
     assert MAX_CHUNK * 65535 < 1 << 31
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.lists(st.integers(1, 30), max_size=3),
+    st.sampled_from((None, 1, 5, 16)),
+)
+def test_alone_each_prompt_is_cut_at_the_same_places_whatever_else_there_is(
+    first: list[int], later: list[int], prompt_rows: int | None
+) -> None:
+    s = scheduler(pages=80, sequences=4, chunk=7, prompt_rows=prompt_rows, alone=True)
+    ran: list[tuple[int, int, int]] = []
+    plain = s._forward
+
+    def forward(members: list[Running], rows: int, last: bool, again: bool) -> None:
+        (one,) = members
+        ran.append((one.index, one.fed, rows))
+        plain(members, rows, last, again)
+
+    s._forward = forward  # type: ignore[method-assign]
+    asked = [request([i % VOCAB] * n, 4) for i, n in enumerate([*first, *later])]
+    for r in asked[: len(first)]:
+        s.add(r)
+    found = {r.index: r for r, _ in s.step()}
+    for r in asked[len(first) :]:
+        s.add(r)
+    found |= finish(s)
+    for i, r in enumerate(asked):
+        n = len(r.prompt)
+        assert [(at, rows) for index, at, rows in ran if index == i] == [(at, min(7, n - at)) for at in range(0, n, 7)]
+        assert found[i].tokens == alone(r).tokens
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_without_a_finite_best_end_one_request_alone(value: float, temperature: float) -> None:
+    """Of an infinite embedding's row, or where nothing is left to choose."""
+    asked = [request([i, 3], 9, temperature=temperature, seed=i) for i in range(4)]
+    expected = [alone(r).tokens for r in asked]
+    s = scheduler()
+    plain = s.runner.logits
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        out = plain(hidden)
+        if out.shape[0] == 4:
+            out[2] = value if value < 0 else out[2].index_fill(-1, torch.tensor([5]), value)
+        return out
+
+    s.runner.logits = logits  # type: ignore[method-assign]
+    for r in asked:
+        s.add(r)
+    found = finish(s)
+    assert found[2].finish == "error"
+    assert found[2].error is not None
+    assert "infinite" in found[2].error.what
+    assert [found[i].tokens for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
+
+
+def test_a_step_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler()
+    s.add(request([1, 2]))
+
+    def short(hidden: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(s.runner, "logits", short)
+    with pytest.raises(NextnError, match="memory ran out while decoding"):
+        s.step()
+
+
+@pytest.mark.parametrize("prompt", [["a"], [1.5], [True], [None], [1, -1], [VOCAB]])
+def test_prompts_that_are_no_ids_are_refused(prompt: list[Any]) -> None:
+    with pytest.raises(NextnError, match="is not in the vocabulary of 11"):
+        scheduler().add(Request(prompt, SamplingParams(temperature=0.0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"draft_tokens": "auto"}, "draft_tokens is 'auto'"),
+        ({"draft_tokens": 1.5}, "draft_tokens is 1.5"),
+        ({"draft_tokens": True}, "draft_tokens is True"),
+        ({"draft_tokens": 9}, "draft_tokens is 9"),
+        ({"cache_bytes": "x"}, "cache_bytes is 'x'"),
+        ({"cache_bytes": -1}, "cache_bytes is -1"),
+        ({"graphs": True}, "CUDA graphs do not run on cpu"),
+    ],
+)
+def test_engines_refuse_what_they_cannot_take(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(NextnError, match=what):
+        Engine(tiny(), **options)
+
+
+@pytest.mark.parametrize("rooms", [[], [64.5], [0], [True], [10, -1], ["a"]])
+def test_pools_of_no_size_are_refused(rooms: list[Any]) -> None:
+    with pytest.raises(NextnError, match="Give the positions of at least one sequence"):
+        Engine(tiny()).scheduler(rooms)

@@ -61,6 +61,17 @@ def test_greedy_acceptance(width: int) -> None:
     assert broken.tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("width", [50, 5000])
+def test_a_row_without_a_finite_best_breaks_its_sequence(width: int) -> None:
+    logits = randn(4, 2, width)
+    logits[1, 1, 7] = float("inf")
+    logits[2, 0] = float("-inf")
+    logits[3, 0, : width - 1] = float("-inf")
+    drafts = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)
+    *_, broken = tokens_triton.accept_best(logits, drafts)
+    assert broken.tolist() == sampling.broken_logits(logits).tolist() == [False, True, True, False]
+
+
 def test_greedy_acceptance_of_nothing() -> None:
     logits = randn(3, 1, 70)
     tokens, accepted, broken = tokens_triton.accept_best(logits, torch.empty(3, 0, dtype=torch.int64, device=DEVICE))

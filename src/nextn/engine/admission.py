@@ -25,10 +25,10 @@ def context_room(prompt: Sequence[int], config: DecoderConfig) -> int:
     """
     if not prompt:
         raise NextnError("The prompt is empty.", "Give at least one token.")
-    odd = next((t for t in prompt if not _is_id(t) or not 0 <= t < config.vocab), None)
-    if odd is not None:
+    odd = [t for t in prompt if not _is_id(t) or not 0 <= t < config.vocab]
+    if odd:
         raise NextnError(
-            f"Token id {str(odd)[:40]} is not in the vocabulary of {config.vocab}.", "Encode the prompt for this model."
+            f"Token id {str(odd[0])[:40]} is not in the vocabulary of {config.vocab}.", "Encode the prompt for this model."
         )
     if len(prompt) >= config.max_positions:
         raise NextnError(
