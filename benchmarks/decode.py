@@ -106,8 +106,8 @@ def row_of(g: Geometry, bench: Bench, k: int, gb_per_s: float, *, full: bool) ->
     row["separate_draft_peak_memory_other_gb"] = round(apart.other_gb, 3)
     row["separate_draft_extra_gb"] = round(apart.peak_gb - whole.peak_gb, 3)
     bench.repeats = repeats
-    if size == 1 and not bench.capture_only:
-        row |= product_speed(model, context, k)
+    if not bench.capture_only:
+        row |= product_speed(model, size, context, k)
     return [row, row_reduced]
 
 

@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=positive, default=128)
     parser.add_argument("--tokens", type=positive, default=64)
     parser.add_argument("--draft-tokens", type=positive, default=3)
-    parser.add_argument("--geometry", nargs="*", default=["0.8b"], choices=["0.8b", "4b"])
+    parser.add_argument("--geometry", nargs="*", default=["0.8b"], choices=list(GEOMETRIES))
     parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 128])
     parser.add_argument("--jobs", type=positive, default=8, help="processes at once, each with a model on the GPU")
     parser.add_argument("--out", type=Path, help="file for the record; without it only its rows are printed")

@@ -221,18 +221,18 @@ def product(record: dict[str, Any]) -> list[str]:
     if not measured:
         return []
     rows = (
-        (r["geometry"], r["draft_tokens"], f"{r['step_ms']:.3f}", f"{r['generate_step_ms']:.3f}",
+        (r["geometry"], r["batch"], r["draft_tokens"], f"{r['step_ms']:.3f}", f"{r['generate_step_ms']:.3f}",
          f"{r['round_ms']:.3f}", f"{r['generate_round_ms']:.3f}", f"{r['generate_accept_length']:.2f}",
          f"{r['generate_step_tokens_per_s']:.0f}", f"{r['generate_round_tokens_per_s']:.0f}")
         for r in measured
     )  # fmt: skip
-    head = ["geometry", "K", "step: executor", "generate", "round: executor", "generate", "accept length"]
+    head = ["geometry", "batch", "K", "step: executor", "generate", "round: executor", "generate", "accept length"]
     return [
         "## The whole product",
         "",
-        f"`nextn.generate` with scheduler, stops and text: one prompt of {measured[0]['context']:,} tokens,",
-        f"{measured[0]['generate_tokens']} greedy tokens. Milliseconds from one forward's tokens to the next's, by the",
-        "host's clock, beside the executor's loop. Tokens a second are those of a whole call, its prompt and the",
+        f"`nextn.generate` with scheduler, stops and text: prompts of {measured[0]['context']:,} tokens,",
+        f"{measured[0]['generate_tokens']} greedy tokens each. Milliseconds from one forward's tokens to the next's,",
+        "by the host's clock, beside the executor's loop. Tokens a second are those of a whole call, its prompts and the",
         "capturing of its graph included.",
         "",
         *table([*head, "tokens / s at K = 0", "with the head"], rows),

@@ -131,7 +131,7 @@ def test_peaks_of_a_new_record() -> None:
 
 def test_the_whole_product_where_it_was_measured() -> None:
     lines = write_performance.product({"rows": [new_row(), row(batch=8)]})
-    assert cells(lines)[2:] == [["4b", "3", "2.400", "2.711", "3.900", "4.222", "1.04", "301", "208"]]
+    assert cells(lines)[2:] == [["4b", "1", "3", "2.400", "2.711", "3.900", "4.222", "1.04", "301", "208"]]
     assert "1,024 tokens" in " ".join(lines)
     assert "256 greedy tokens" in " ".join(lines)
     assert write_performance.product({"rows": [row()]}) == []

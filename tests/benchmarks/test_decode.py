@@ -134,13 +134,15 @@ def test_a_row_holds_its_own_measurements(memory: list[str], monkeypatch: pytest
     assert decode.line(row).startswith("   4b batch  1 K 3 draft vocab None: step 4.000 ms")
 
 
-def test_no_row_but_batch_1_runs_the_product(memory: list[str]) -> None:
+def test_the_product_runs_at_every_batch_size_in_full_alone(memory: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(decode, "product_speed", lambda model, *sizes: asked.append(sizes) or {})
+    monkeypatch.setattr(decode, "REDUCED", 16)
     bench: Any = Clocked(8)
     assert len(decode.row_of(GEOMETRIES["4b"], bench, 3, 100.0, full=False)) == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "REDUCED", 16)
-        row, _ = decode.row_of(GEOMETRIES["4b"], bench, 3, 100.0, full=True)
-    assert not any(key.startswith("generate") for key in row)
+    assert asked == []
+    decode.row_of(GEOMETRIES["4b"], bench, 3, 100.0, full=True)
+    assert asked == [(8, bench.context, 3)]
 
 
 def test_capturing_alone_times_nothing(memory: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +211,10 @@ def test_a_tokenizer_for_more_ids_than_it_has() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_forwards_of_the_product_are_counted_after_the_first(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_forwards_of_the_product_are_counted_after_the_first(
+    size: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that shows an hour for the prompt and another for capturing, and then a second a forward."""
     monkeypatch.setattr(product_speed, "NEW_TOKENS", 11)
     readings = itertools.chain([3600.0, 7200.0], itertools.count(7201.0))
@@ -217,8 +222,9 @@ def test_forwards_of_the_product_are_counted_after_the_first(k: int, monkeypatch
     defaults = GenerationDefaults({}, (), None, None)
     target = decoder("qwen3_5")
     model = api.Model(embedded_model(), target, None, product_speed.Folded(embedded_model()), defaults, LoadReport())
-    out, ms = product_speed.timed(model, [4, 5, 6], k)
+    (out, *others), ms = product_speed.timed(model, [[4, 5, 6]] * size, k)
     assert ms == 1000.0
+    assert [o.tokens for o in others] == [out.tokens] * (size - 1)
     assert len(out.tokens) == 11
     assert out.text
     assert out.rounds == (0 if k == 0 else len(out.draft_rounds))
@@ -228,13 +234,14 @@ def test_the_product_is_measured_with_and_without_the_head(monkeypatch: pytest.M
     monkeypatch.setattr(product_speed, "NEW_TOKENS", 9)
     calls: list[int] = []
 
-    def timed(model: Any, prompt: list[int], k: int) -> tuple[Any, float]:
+    def timed(model: Any, prompts: list[list[int]], k: int) -> tuple[Any, float]:
         calls.append(k)
-        assert len(prompt) == 30
-        return SimpleNamespace(tokens_per_second=100.0 + k, accept_length=1.25 if k else None), 2.0 + k
+        assert [len(p) for p in prompts] == [30, 30]
+        one = {"tokens_per_second": 50.0 + k / 2, "rounds": 4}
+        return [SimpleNamespace(**one, accepted=accepted) for accepted in (2, 0)], 2.0 + k
 
     monkeypatch.setattr(product_speed, "timed", timed)
-    assert product_speed.product_speed(decoder("qwen3_5"), 30, 3) == {
+    assert product_speed.product_speed(decoder("qwen3_5"), 2, 30, 3) == {
         "generate_tokens": 9,
         "generate_step_ms": 2.0,
         "generate_step_tokens_per_s": 100.0,

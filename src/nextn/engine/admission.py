@@ -28,7 +28,8 @@ def context_room(prompt: Sequence[int], config: DecoderConfig) -> int:
     odd = [t for t in prompt if not _is_id(t) or not 0 <= t < config.vocab]
     if odd:
         raise NextnError(
-            f"Token id {str(odd[0])[:40]} is not in the vocabulary of {config.vocab}.", "Encode the prompt for this model."
+            f"Token id {str(odd[0])[:40]} is not in the vocabulary of {config.vocab}.",
+            "Encode the prompt for this model.",
         )
     if len(prompt) >= config.max_positions:
         raise NextnError(
