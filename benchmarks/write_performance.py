@@ -232,8 +232,8 @@ def product(record: dict[str, Any]) -> list[str]:
         "",
         f"`nextn.generate` with scheduler, stops and text: prompts of {measured[0]['context']:,} tokens,",
         f"{measured[0]['generate_tokens']} greedy tokens each. Milliseconds from one forward's tokens to the next's,",
-        "by the host's clock, beside the executor's loop. Tokens a second are those of a whole call, its prompts and the",
-        "capturing of its graph included.",
+        "by the host's clock, beside the executor's loop. Tokens a second are those of a whole call, its prompts and",
+        "the capturing of its graph included.",
         "",
         *table([*head, "tokens / s at K = 0", "with the head"], rows),
     ]
