@@ -296,9 +296,22 @@ def in_place(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def delta_programs(record: dict[str, Any]) -> list[str]:
+    """Forwards with the delta step's programs as few sequences have them, and as chosen by the number of heads."""
+    rows = []
+    for r in record["rows"]:
+        few, chosen, best = r["forward_ms"]["32x4"], r["forward_ms"][r["in_use"]], min(r["forward_ms"].values())
+        rows.append(
+            (r["geometry"], r["batch"], r["rows"], f"{few:.3f}", r["in_use"].replace("x", " x "), f"{chosen:.3f}",
+             f"{best:.3f}")
+        )  # fmt: skip
+    return table(["geometry", "batch", "rows", "32 x 4, ms", "in use", "ms", "best of six, ms"], rows)
+
+
 def page() -> str:
     decode, peer, apart = (result(n) for n in ("decode-h200.json", "sglang-h200.json", "divergence-h200.json"))
     pair, sampled = result("pair-h200.json"), result("sampled-h200.json")
+    programs = result("delta-programs-h200.json")
     far, near = anchor_cells(decode, peer), together_cells(pair)
     lines = [
         "# Performance",
@@ -335,6 +348,17 @@ def page() -> str:
         *together(near),
         *extras(decode),
         *in_place(json.loads(PLANS.read_text())),
+        "## Programs of the delta step",
+        "",
+        source("delta-programs-h200.json", programs),
+        "Columns of a head's state and warps of a program hang on how many heads all sequences have together",
+        "(`program_of` in `src/nextn/kernels/delta_triton.py`). Milliseconds of a forward.",
+        "",
+        *delta_programs(programs),
+        "What did not pay: products that take in the norm before them, the gate or the residual stream behind them",
+        "(`benchmarks/results/rows-fused-h200.json`), and other settings of the small kernels",
+        "(`benchmarks/results/kernels-trials-h200.json`).",
+        "",
         "## What sampling costs",
         "",
         source("sampled-h200.json", sampled),

@@ -137,6 +137,14 @@ def test_the_whole_product_where_it_was_measured() -> None:
     assert write_performance.product({"rows": [row()]}) == []
 
 
+def test_programs_of_the_delta_step_in_use_beside_those_of_few_heads() -> None:
+    times = {"32x4": 6.04, "32x1": 5.59, "64x2": 5.41}
+    lines = write_performance.delta_programs(
+        {"rows": [{"geometry": "4b", "batch": 32, "rows": 4, "in_use": "32x1", "forward_ms": times}]}
+    )
+    assert cells(lines)[2:] == [["4b", "32", "4", "6.040", "32 x 1", "5.590", "5.410"]]
+
+
 def test_start_up_says_what_was_done() -> None:
     times = {"start_up_cold_s": 11.7, "start_up_warm_s": 0.7}
     old = " ".join(write_performance.start_up({"start_up": {"4b": times}}))
