@@ -229,11 +229,18 @@ def test_membership_changes_between_launches() -> None:
 
 @pytest.mark.gpu
 def test_draft_work_writes_only_draft_pools() -> None:
-    """Extend and draft steps, captured: every target buffer keeps its bytes, and so do pages of nobody's."""
+    """Extend and draft steps, captured: every target buffer keeps its bytes, and so do pages of nobody's and what lies
+    around every pool."""
     from nextn.engine.contexts import Rows
     from nextn.engine.round import draft_tokens
 
     runner, cache, batch = start(BF16, 3)
+    around = {}
+    for name in ("k", "v", "draft_k", "draft_v", "states", "conv"):
+        pool = getattr(cache, name)
+        around[name] = torch.full((pool.shape[0], pool.shape[1] + 2, *pool.shape[2:]), -77.0).to(CUDA, pool.dtype)
+        around[name][:, 1:-1] = pool
+        setattr(cache, name, around[name][:, 1:-1])
     target = [cache.k, cache.v, cache.states, cache.conv, *(t for log in cache.logs for t in (log.k, log.u, log.g))]
     owned = set(batch.table.flatten().tolist())
     guard = torch.tensor([p for p in range(cache.k.shape[1]) if p not in owned], device=CUDA)
@@ -258,14 +265,15 @@ def test_draft_work_writes_only_draft_pools() -> None:
         guards = [cache.draft_k[:, guard].clone(), cache.draft_v[:, guard].clone()]
         drafts = [cache.draft_k.clone(), cache.draft_v.clone()]
         rows = batch.lengths[:, None] + torch.arange(4, device=CUDA)
-        at = batch.table.gather(1, rows // cache.page_size) * cache.page_size + rows % cache.page_size
+        pages, offsets = batch.table.gather(1, rows // cache.page_size), rows % cache.page_size
         for pool in (cache.draft_k, cache.draft_v):
-            pool.flatten(1, 2)[:, at.flatten()] = 0
+            pool[:, pages, offsets] = 0
         graph.replay()
         torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(before, target, strict=True))
     assert torch.equal(guards[0], cache.draft_k[:, guard])
     assert torch.equal(guards[1], cache.draft_v[:, guard])
+    assert all(bool((whole[:, [0, -1]] == -77).all()) for whole in around.values())
     # What extend and draft steps write, they wrote again where it had been cleared; nothing else changed.
     assert torch.equal(drafts[0], cache.draft_k)
     assert torch.equal(drafts[1], cache.draft_v)
