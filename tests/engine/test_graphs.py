@@ -56,7 +56,7 @@ MANY = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_
 def models(dtype: torch.dtype, many: bool = False) -> tuple[Decoder, Drafter]:
     """Target and separate draft; `many` heads of the delta net, or few."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = open_checkpoint(make_checkpoint(Path(folder), "qwen3_5", **SIZES, **(MANY if many else {})))
+        checkpoint = open_checkpoint(make_checkpoint(Path(folder), "qwen3_5", **{**SIZES, **(MANY if many else {})}))
         target, _ = load_decoder(checkpoint, dtype=dtype, device=CUDA)
         return target, load_drafter(checkpoint, dtype=dtype, device=CUDA)[0]
 
