@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,47 @@ def test_train_and_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     report = json.loads(capsys.readouterr().out)
     assert report["complete"]
     assert report["heads_found"] == 1
+
+
+def test_a_finished_run_with_merge_is_run_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it merged stays as it is; what it did not, or what changed, is refused, and the head is told of."""
+    out, head = root / "merged", root / "head"
+
+    def train(code: int = 0, **values: object) -> str:
+        capsys.readouterr()
+        call("train", *words(root, **{"steps": 2, "merge": str(out), **values}), code=code)
+        told = capsys.readouterr()
+        return told.err if code else told.out
+
+    def files() -> dict[str, tuple[bytes, int]]:
+        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
+
+    first = train()
+    merged = files()
+    (out / "notes.txt").write_text("mine")
+    assert train() == first
+    assert {name: told for name, told in files().items() if name != "notes.txt"} == merged
+    refused = train(code=2, steps=3)
+    assert f"{out} holds this run's head of 2 steps already, and 3 are asked for." in refused
+    assert f"Remove {out}, or give another merge" in refused
+    train(steps=3, merge=str(root / "longer"))
+    assert train(steps=3, merge=str(root / "longer")).startswith("3 steps")
+    shutil.rmtree(out)
+    train(steps=3)
+    assert train(steps=3).startswith("3 steps")
+    for found in (root / "longer", out):
+        (found / "config.json").write_text((found / "config.json").read_text() + " ")
+        refused = train(code=2, steps=3, merge=str(found))
+        assert f"{found} exists already and is not what this run merged; the head is done: {head}." in refused
+    shutil.rmtree(out)
+    train(steps=3)
+    record = json.loads((head / "logs" / "merged.json").read_text())
+    record[str(out)]["head"] = "of another export"
+    (head / "logs" / "merged.json").write_text(json.dumps(record))
+    assert f"the head is done: {head}." in train(code=2, steps=3)
+    (head / "logs" / "merged.json").write_text("{")
+    assert "is not what this run merged" in train(code=2, steps=3)
+    assert "merged exists already" in train(code=2, output=str(root / "other"))
 
 
 def test_a_cache_is_not_written_among_other_things(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
