@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nextn import cli
+from nextn.train import hidden_cache
 from nextn.train.config import TrainConfig, load_config
 from tests.train import runs
 
@@ -52,6 +53,31 @@ def test_train_and_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     report = json.loads(capsys.readouterr().out)
     assert report["complete"]
     assert report["heads_found"] == 1
+
+
+def test_ctrl_c_says_that_a_cache_is_gone_on_with(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kept in (0, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(hidden_cache, "_states", raise_interrupt)
+            call("cache", *words(root, steps=4), "--out", str(root / "cache"), code=130)
+        said = f"stopped after batch {kept}; the same command goes on from there"
+        assert said in capsys.readouterr().err.splitlines()
+        call("cache", *words(root, steps=2), "--out", str(root / "cache"))
+    call("cache", *words(root, steps=4), "--out", str(root / "cache"))
+    assert "cache: 4 batches" in capsys.readouterr().out
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_start_that_is_misspelt_is_told_of(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for init, meant in (("natve", "native"), ("Scratch", "scratch"), ("nativ", "native")):
+        call("train", f"model={root / 'model'}", f"data={root / 'data.jsonl'}", f"init={init}", code=2)
+        assert f"Did you mean {meant}?" in capsys.readouterr().err
+    assert load_config(None, ["data=x", "init=org/scratch-head"]).init == "org/scratch-head"
 
 
 def test_a_finished_run_with_merge_is_run_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

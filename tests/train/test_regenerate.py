@@ -483,6 +483,20 @@ def test_killed_in_the_middle_every_prompt_is_answered_once(stub: Stub, tmp_path
     assert max(stub.asked[f"p{line['line']}"] for line in survived) == 1
 
 
+def test_ctrl_c_says_how_to_go_on(stub: Stub, tmp_path: Path) -> None:
+    stub.delay = 0.05
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(400)]), tmp_path / "o.jsonl"
+    words = ["regenerate", "--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--concurrency", "3"]
+    process = subprocess.Popen([sys.executable, "-m", "nextn.cli", *words], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while (not out.is_file() or not out.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"stopped with {len(read(out))} of 400 prompts answered; the same command goes on from there\n"
+
+
 # The local engine
 
 
