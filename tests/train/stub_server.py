@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,10 +17,12 @@ class Stub(ThreadingHTTPServer):
     Attributes:
         ids: ``vllm``, ``sglang``: where token ids are put; None refuses to be asked for them.
         failures: status codes to answer first, one a request; 0 drops the connection.
+        failure_body: sent with these instead of a message.
         retry_after: status code -> the header of that name.
         asked: requests answered, by what they asked.
         bodies: what was sent.
         most: requests that were open at once.
+        odd: changes an answer before it is sent, or gives the bytes to send instead.
     """
 
     daemon_threads = True
@@ -30,6 +32,7 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.ids: str | None = "vllm"
         self.failures: list[int] = []
+        self.failure_body: bytes | None = None
         self.retry_after = {429: "7"}
         self.delay = 0.0
         self.models = ["stub"]
@@ -37,6 +40,7 @@ class Stub(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.most = self.open = 0
+        self.odd: Callable[[dict[str, Any]], bytes | None] | None = None
         self.lock = threading.Lock()
         self.wake = threading.Event()
 
@@ -70,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
         elif failure == 0:
             self.connection.close()
         elif failure is not None:
-            self._send(failure, {"error": {"message": f"mood {failure}"}})
+            self._send(failure, server.failure_body or {"error": {"message": f"mood {failure}"}})
         elif "return_token_ids" in body and server.ids is None:
             self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
         else:
@@ -97,10 +101,11 @@ class Handler(BaseHTTPRequestHandler):
                 told["prompt_token_ids"], choice["token_ids"] = prompt, [ord(c) for c in text]
             else:
                 choice["prompt_token_ids"], choice["response_token_ids"] = prompt, [ord(c) for c in text]
-        self._send(200, told)
+        raw = self.server.odd(told) if self.server.odd is not None else None
+        self._send(200, told if raw is None else raw)
 
-    def _send(self, status: int, value: dict[str, Any]) -> None:
-        raw = json.dumps(value).encode()
+    def _send(self, status: int, value: dict[str, Any] | bytes) -> None:
+        raw = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))

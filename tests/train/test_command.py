@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from nextn import cli
+from nextn.train import hidden_cache
 from nextn.train.config import TrainConfig, load_config
 from tests.train import runs
 
@@ -51,6 +53,72 @@ def test_train_and_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     report = json.loads(capsys.readouterr().out)
     assert report["complete"]
     assert report["heads_found"] == 1
+
+
+def test_ctrl_c_says_that_a_cache_is_gone_on_with(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kept in (0, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(hidden_cache, "_states", raise_interrupt)
+            call("cache", *words(root, steps=4), "--out", str(root / "cache"), code=130)
+        said = f"stopped after batch {kept}; the same command goes on from there"
+        assert said in capsys.readouterr().err.splitlines()
+        call("cache", *words(root, steps=2), "--out", str(root / "cache"))
+    call("cache", *words(root, steps=4), "--out", str(root / "cache"))
+    assert "cache: 4 batches" in capsys.readouterr().out
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_start_that_is_misspelt_is_told_of(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for init, meant in (("natve", "native"), ("Scratch", "scratch"), ("nativ", "native")):
+        call("train", f"model={root / 'model'}", f"data={root / 'data.jsonl'}", f"init={init}", code=2)
+        assert f"Did you mean {meant}?" in capsys.readouterr().err
+    assert load_config(None, ["data=x", "init=org/scratch-head"]).init == "org/scratch-head"
+
+
+def test_a_finished_run_with_merge_is_run_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it merged stays as it is; what it did not, or what changed, is refused, and the head is told of."""
+    out, head = root / "merged", root / "head"
+
+    def train(code: int = 0, **values: object) -> str:
+        capsys.readouterr()
+        call("train", *words(root, **{"steps": 2, "merge": str(out), **values}), code=code)
+        told = capsys.readouterr()
+        return told.err if code else told.out
+
+    def files() -> dict[str, tuple[bytes, int]]:
+        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
+
+    first = train()
+    merged = files()
+    (out / "notes.txt").write_text("mine")
+    assert train() == first
+    assert {name: told for name, told in files().items() if name != "notes.txt"} == merged
+    refused = train(code=2, steps=3)
+    assert f"{out} holds this run's head of 2 steps already, and 3 are asked for." in refused
+    assert f"Remove {out}, or give another merge" in refused
+    train(steps=3, merge=str(root / "longer"))
+    assert train(steps=3, merge=str(root / "longer")).startswith("3 steps")
+    shutil.rmtree(out)
+    train(steps=3)
+    assert train(steps=3).startswith("3 steps")
+    for found in (root / "longer", out):
+        (found / "config.json").write_text((found / "config.json").read_text() + " ")
+        refused = train(code=2, steps=3, merge=str(found))
+        assert f"{found} exists already and is not what this run merged; the head is done: {head}." in refused
+    shutil.rmtree(out)
+    train(steps=3)
+    record = json.loads((head / "logs" / "merged.json").read_text())
+    record[str(out)]["head"] = "of another export"
+    (head / "logs" / "merged.json").write_text(json.dumps(record))
+    assert f"the head is done: {head}." in train(code=2, steps=3)
+    (head / "logs" / "merged.json").write_text("{")
+    assert "is not what this run merged" in train(code=2, steps=3)
+    assert "merged exists already" in train(code=2, output=str(root / "other"))
 
 
 def test_a_cache_is_not_written_among_other_things(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

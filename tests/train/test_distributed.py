@@ -194,7 +194,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_two_processes_write_the_cache_of_one(root: Path, tied: Path) -> None:
     """Shard by shard and byte by byte: five batches in shards of two, begun by two processes and completed by one, and
-    the other way round."""
+    the other way round; shards that went missing are written again."""
     made = runs.config(root, tied, steps=5, output=str(root / "none"))
     (root / "cache.cfg").write_text(made.model_dump_json())
 
@@ -209,6 +209,9 @@ def test_two_processes_write_the_cache_of_one(root: Path, tied: Path) -> None:
     alone = write("alone", (1, 5))
     assert len(alone) == 5, "three shards, the facts and the counts"
     assert write("mixed", (2, 4), (1, 5)) == alone == write("other", (1, 2), (2, 5))
+    for number in (0, 2):
+        (root / "mixed" / f"states-{number:05d}.safetensors").unlink()
+    assert write("mixed", (2, 5)) == alone
 
 
 def test_the_cache_command_under_torchrun(root: Path, model: Path) -> None:

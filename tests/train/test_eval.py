@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from nextn.engine.request import Request, Running
 from nextn.errors import NextnError
 from nextn.models.context import SequenceContext
 from nextn.models.decoder import Decoder
+from nextn.train import progress
 from nextn.train.acceptance import Acceptance
 from nextn.train.evaluate import evaluate
 from nextn.train.packing import Document, pack
+from nextn.train.progress import Progress
 from tests.engine.models import decode, decoder
 from tests.oracle.checkpoints import make_checkpoint
 
@@ -241,6 +244,30 @@ def test_the_command_prints_what_evaluate_and_the_engine_find(
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("asked", [65536, 40, 1])
+def test_progress_ends_where_the_text_does(
+    checkpoint: Path, tmp_path: Path, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[tuple[int | None, list[int]]] = []
+
+    class Recorded(Progress):
+        def __init__(self, label: str, unit: str, total: int | None, out: TextIO) -> None:
+            super().__init__(label, unit, total, out)
+            bars.append((total, []))
+
+        def at(self, done: int, note: str = "") -> None:
+            bars[-1][1].append(done)
+
+    monkeypatch.setattr(progress, "Progress", Recorded)
+    data = write_lines(tmp_path / "d.jsonl")
+    run(["eval", str(checkpoint), "--data", str(data), "--tokens", str(asked), "--max-length", "64",
+         "--batch-tokens", "64"])  # fmt: skip
+    [(total, told)] = bars
+    whole = sum(len(d.ids) for d in documents(0))
+    assert total == told[-1]
+    assert min(asked, whole) <= total <= whole
+
+
 def test_another_head_is_judged_on_the_same_target(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +298,8 @@ def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys:
     [
         ([], "No text is named"),
         (["--data", "absent.jsonl"], "no data file"),
-        (["--data", "d.jsonl", "-k", "9"], "--draft-tokens is 9"),
+        (["--data", "d.jsonl", "-k", "9"], "--draft-tokens is 9.\n       Give a whole number from 1 to 8."),
+        (["--data", "d.jsonl", "-k", "0"], "--draft-tokens is 0.\n       Give a whole number from 1 to 8."),
         (["--data", "d.jsonl", "--temperature", "0"], "--temperature is 0"),
         (["--data", "d.jsonl", "--batch-tokens", "8"], "--batch-tokens is 8"),
         (["--data", "absent.jsonl", "--plot", "absent/a.png"], "--plot absent/a.png names no file"),

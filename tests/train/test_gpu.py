@@ -64,14 +64,15 @@ def test_recurrence_inside_documents() -> None:
         assert distance(fused[:, start:stop], alone) < 0.02
 
 
+@pytest.mark.parametrize("hidden", [256, 2560])
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_losses_of_a_large_vocabulary_fit(kind: Kind) -> None:
+def test_losses_of_a_large_vocabulary_fit(kind: Kind, hidden: int) -> None:
     """8,192 tokens at vocabulary 248,320: under 2 GB beyond weights and hidden states, and the plain loss's value."""
-    rows, vocab, hidden = 8192, 248_320, 256
+    rows, vocab = 8192, 248_320
     batch = packed(random_documents((rows,), vocab)).to("cuda")
     valid = valid_rows(batch, Layout(batch.documents), 3)
     torch.manual_seed(0)
-    weight = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * 0.1
+    weight = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * (1.6 / hidden**0.5)
     outputs = [torch.randn(1, rows, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     teacher = torch.randn(1, rows, hidden, device="cuda", dtype=torch.bfloat16)
     counts = torch.stack([v.sum() for v in valid])

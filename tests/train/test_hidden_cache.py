@@ -65,6 +65,40 @@ def test_a_cache_that_fills_the_disk_is_completed_later(root: Path, tmp_path: Pa
     assert cache(4, "cut")["batches"] == cache(4, "whole")["batches"] == 4
 
 
+def test_damaged_shards_are_written_again_and_no_others(root: Path, tmp_path: Path) -> None:
+    """Missing, truncated, of zeros, or with another shard's batches; also by a command that asks for fewer batches."""
+    made, out = runs.config(root, root / "model", steps=1, output=str(tmp_path / "head")), tmp_path / "cache"
+
+    def cache(count: int) -> None:
+        begun = runs.trainer(made)
+        write_cache(begun.begun.model, begun.identity, begun.source, made, out, count, ALONE, shard_bytes=10_000)  # type: ignore[arg-type]
+
+    def shard(number: int) -> Path:
+        return out / f"states-{number:05d}.safetensors"
+
+    cache(10)
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert len(whole) == 7, "five shards, the facts and the counts"
+    inodes = {path.name: path.stat().st_ino for path in out.iterdir()}
+    shard(0).unlink()
+    shard(1).write_bytes(whole[shard(1).name][:-1])
+    shard(3).write_bytes(bytes(len(whole[shard(3).name])))
+    shard(4).write_bytes(whole[shard(1).name])
+    (out / "id-counts.safetensors").write_bytes(b"\0" * 64)
+    offline = runs.config(root, root / "model", cache=str(out), steps=10, output=str(tmp_path / "h"))
+    with pytest.raises(NextnError, match=r"states-00000.*run the `nextn cache` command that wrote it again"):
+        runs.trainer(offline).run()
+    cache(2)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    for kept in (shard(2), out / "cache.json"):
+        assert kept.stat().st_ino == inodes[kept.name]
+    runs.trainer(offline).run()
+    shard(2).unlink()
+    cache(11)
+    assert len(list(out.iterdir())) == 8
+    assert shard(2).read_bytes() == whole[shard(2).name]
+
+
 def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
     runs.target(tmp_path / "other", "qwen3_5", seed=1)
     made = runs.config(root, root / "model", steps=1)

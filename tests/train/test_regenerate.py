@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +29,7 @@ from nextn.train.answers_file import AnswersFile, digest
 from nextn.train.dialogue import Answer, Dialogue, RefusedError, seed_of
 from nextn.train.documents import LineReader
 from nextn.train.endpoint import Endpoint
+from nextn.train.endpoint_answers import answer_remotely
 from nextn.train.formats import DataReport, MalformedError
 from nextn.train.local_answers import answer_locally
 from tests.engine.tokenizers_made import byte_level, write_folder
@@ -257,6 +260,8 @@ def test_failures_are_tried_again_with_longer_waits(stub: Stub) -> None:
         ("soon", (0.25, 0.5)),
         ("-5", (0.25, 0.5)),
         ("nan", (0.25, 0.5)),
+        ("1e400", (0.25, 0.5)),
+        ("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", (0.25, 0.5)),
     ],
 )
 def test_the_pause_that_a_server_asks_for_is_kept(
@@ -298,6 +303,157 @@ def test_a_refused_prompt_is_not_a_refused_run(stub: Stub) -> None:
         Endpoint("localhost:8000")
 
 
+def put(path: str, value: Any) -> Any:
+    """Changes one place of a server's answer, named by its keys."""
+
+    def change(told: dict[str, Any]) -> None:
+        *way, last = ("choices", 0, *path.split(".")[1:]) if path.startswith("choice.") else path.split(".")
+        at: Any = told
+        for key in way:
+            at = at[key]
+        at[last] = value
+
+    return change
+
+
+def within(seconds: float, work: Any) -> Any:
+    """What `work` returns or raises; fails where it takes longer."""
+    ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put((work(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    found, error = ended.get(timeout=seconds)
+    if error is not None:
+        raise error
+    return found
+
+
+def test_a_programming_error_in_a_request_ends_the_run(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Endpoint, dialogue: Dialogue, seed: int | None) -> Answer:
+        raise ZeroDivisionError(dialogue.number)
+
+    monkeypatch.setattr(Endpoint, "ask", broken)
+    asker, _ = endpoint(stub)
+    dialogues = [Dialogue.begin(n, {"prompt": "x"}, chat=False) for n in range(5)]
+    with pytest.raises(ZeroDivisionError):
+        within(20, lambda: list(answer_remotely(asker, dialogues, at_once=2)))
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_brackets_without_end_are_no_json(stub: Stub, status: int) -> None:
+    asker, waits = endpoint(stub, retries=1)
+    dialogue = Dialogue.begin(0, {"prompt": "x"}, chat=False)
+    brackets = b"[" * 200_000
+    stub.odd = lambda told: brackets
+    if status == 200:
+        with pytest.raises(NextnError, match=r"does not answer \(not JSON\)"):
+            within(20, lambda: list(answer_remotely(asker, [dialogue], at_once=1)))
+        assert len(waits) == 1
+    else:
+        stub.failures, stub.failure_body = [400, 400], brackets
+        assert within(20, lambda: list(answer_remotely(asker, [dialogue], at_once=1))) == [
+            (dialogue, "400: Bad Request")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "ids", "tokens"),
+    [
+        ("usage.completion_tokens", "many", True, 7),
+        ("usage.completion_tokens", [1], True, 7),
+        ("usage.completion_tokens", -3, True, 7),
+        ("usage.completion_tokens", True, True, 7),
+        ("usage", "none", True, 7),
+        ("choice.token_ids", 5, False, 7),
+        ("choice.token_ids", ["a", "b"], False, 7),
+        ("choice.token_ids", [-1, 2.5, True], False, 7),
+        ("prompt_token_ids", {"a": 1}, False, 7),
+        ("prompt_token_ids", [1, None], False, 7),
+        ("choice.message.content", [{"type": "text", "text": "echo"}, {"type": "text", "text": ": a"}], True, 7),
+        ("choice.message.tool_calls", [], True, 7),
+    ],
+)
+def test_what_is_odd_beside_an_answer_does_not_lose_its_text(
+    stub: Stub, tmp_path: Path, path: str, value: Any, ids: bool, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.odd = put(path, value)
+    prompts, out = write(tmp_path / "p.jsonl", [{"messages": [user("a")]}]), tmp_path / "o.jsonl"
+    words = ["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--json"]
+    within(60, lambda: run(words))
+    assert json.loads(capsys.readouterr().out)["tokens"] == tokens
+    [line] = read(out)
+    assert line["messages"] == [user("a"), said("echo: a")]
+    assert line.get("input_ids") == ([ord(c) for c in "aecho: a"] if ids else None)
+    assert ("loss_mask" in line) == ids
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("choices", 5, "without choices"),
+        ("choice.message", "x", "without a message"),
+        ("choice.message.content", 5, "content is not text"),
+        ("choice.message.content", {"type": "text", "text": "x"}, "content is not text"),
+        ("choice.message.content", ["x"], "content is not text"),
+        ("choice.message.content", [{"type": "text", "text": 5}], "content is not text"),
+        ("choice.message.content", [{"type": "text", "text": "x"}, {"type": "image_url"}], "content is not text"),
+        ("choice.message.tool_calls", "x", "tool_calls are no list of objects"),
+        ("choice.message.tool_calls", ["x"], "tool_calls are no list of objects"),
+        ("choice.message.reasoning_content", ["x"], "reasoning is not text"),
+        ("choice.text", None, "without text"),
+        ("choice.text", 5, "without text"),
+    ],
+)
+def test_an_answer_that_is_none_is_refused_and_asked_again(
+    stub: Stub, tmp_path: Path, path: str, value: Any, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = {"prompt": "a"} if path == "choice.text" else {"messages": [user("a")]}
+    prompts, out = write(tmp_path / "p.jsonl", [prompt]), tmp_path / "o.jsonl"
+    words = ["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out)]
+    stub.odd = put(path, value)
+    within(60, lambda: run(words, code=1))
+    assert why in capsys.readouterr().err
+    assert not out.exists()
+    stub.odd = None
+    run(words)
+    assert [line["line"] for line in read(out)] == [0]
+
+
+def test_a_key_is_sent_without_white_space_around_it(stub: Stub) -> None:
+    stub.key = "secret"
+    asker, _ = endpoint(stub, api_key=" secret\n")
+    assert asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None).text == "echo: x"
+
+
+@pytest.mark.parametrize("key", ["se\ncret", "se\x00cret", "s\u20accret"])
+def test_a_key_that_no_header_carries_is_refused_at_once(stub: Stub, key: str) -> None:
+    with pytest.raises(NextnError, match="OPENAI_API_KEY"):
+        Endpoint(stub.url, api_key=key, sleep=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("http://127.0.0.1:abc", "port"),
+        ("http://127.0.0.1:70000/v1", "port"),
+        ("http://127.0.0.1:0", "port"),
+        ("http://[::1", "no address"),
+        ("http://:8000", "no address"),
+        ("http://user:word@127.0.0.1:8000", "no address"),
+        ("http://127.0.0.1:8000/a b", "no address"),
+        ("http://127.0.0.1:8000/\u20ac", "no address"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once(url: str, what: str) -> None:
+    with pytest.raises(NextnError, match=what):
+        Endpoint(url, model="m", sleep=pytest.fail)
+
+
 def test_a_seed_gives_every_answer_its_own(stub: Stub, tmp_path: Path) -> None:
     prompts = write(tmp_path / "p.jsonl", [{"messages": [user("a"), said("x"), user("b")]}, {"prompt": "c"}])
     for name in ("1", "2"):
@@ -325,6 +481,20 @@ def test_killed_in_the_middle_every_prompt_is_answered_once(stub: Stub, tmp_path
     assert read(out)[: len(survived)] == survived
     assert sorted(line["line"] for line in read(out)) == list(range(30))
     assert max(stub.asked[f"p{line['line']}"] for line in survived) == 1
+
+
+def test_ctrl_c_says_how_to_go_on(stub: Stub, tmp_path: Path) -> None:
+    stub.delay = 0.05
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(400)]), tmp_path / "o.jsonl"
+    words = ["regenerate", "--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out), "--concurrency", "3"]
+    process = subprocess.Popen([sys.executable, "-m", "nextn.cli", *words], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while (not out.is_file() or not out.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"stopped with {len(read(out))} of 400 prompts answered; the same command goes on from there\n"
 
 
 # The local engine
@@ -436,7 +606,7 @@ def test_an_answer_that_breaks_is_refused_and_the_others_go_on(model: Model, mon
     )
     dialogues = [Dialogue.begin(n, line, chat=False) for n, line in enumerate(lines)]
     told = {d.number: why for d, why in answer_locally(model, dialogues, at_once=3, options={"max_tokens": 4})}
-    assert told == {0: None, 1: "The model's logits hold NaN", 2: None}
+    assert told == {0: None, 1: "The model's logits hold NaN or are infinite", 2: None}
 
 
 def test_thinking_that_the_template_opened_is_part_of_the_answer(folder: Path, tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_before_and_after_and_curves(tmp_path: Path) -> None:
     assert path == tmp_path / "report.html"
     assert page.rows[1:] == [
         ["accept length", "1.500", "2.250", "+0.750"],
-        ["acceptance of draft 1", "40.0 %", "75.0 %", "+35.0 %"],
-        ["acceptance of draft 2", "10.0 %", "50.0 %", "+40.0 %"],
+        ["acceptance of draft 1", "40.0 %", "75.0 %", "+35.0 points"],
+        ["acceptance of draft 2", "10.0 %", "50.0 %", "+40.0 points"],
         ["accept length, context 0-128", "1.500", "2.250", "+0.750"],
         ["accept length, context 129+", "1.500", "1.500", "+0.000"],
         ["accept length, <code>", "1.250", "2.000", "+0.750"],

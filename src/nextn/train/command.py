@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nextn.checkpoint.jsonfile import read_json
 from nextn.checkpoint.source import Checkpoint
 from nextn.errors import NextnError
 from nextn.train.config import TrainConfig, describe, load_config
@@ -91,7 +92,7 @@ def cache(
     from nextn.engine.progress import loading
     from nextn.models.config import decoder_config
     from nextn.models.decoder import Decoder
-    from nextn.train.hidden_cache import refuse_other, write_cache
+    from nextn.train.hidden_cache import FACTS, refuse_other, write_cache
     from nextn.train.identity import target_identity
     from nextn.train.load_target import load_target
     from nextn.train.processes import Processes, processes
@@ -113,9 +114,15 @@ def cache(
         shard(model, None, group)
         source = DataSource(config, make_reader(config, checkpoint), Processes(0, 1, group.device))
         count = batches if batches is not None else config.steps * (config.accumulation or group.world)
-        with Progress("caching", "batches", count, sys.stderr) as bar:
-            told = bar.at if group.first else None
-            facts = write_cache(model, identity, source, config, out, count, group, progress=told)
+        try:
+            with Progress("caching", "batches", count, sys.stderr) as bar:
+                told = bar.at if group.first else None
+                facts = write_cache(model, identity, source, config, out, count, group, progress=told)
+        except KeyboardInterrupt:
+            if group.first:
+                kept = read_json(out / FACTS)["batches"] if (out / FACTS).is_file() else 0
+                print(f"stopped after batch {kept}; the same command goes on from there", file=sys.stderr)
+            raise
     if not group.first:
         return
     stored = sum(file.stat().st_size for file in out.glob("*.safetensors"))

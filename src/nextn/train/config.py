@@ -37,6 +37,8 @@ Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
 MOST = 10**9
 """Of what is counted: more is a slip of the hand. Whether rows fit into memory is asked in `room`."""
+STARTS = ("native", "scratch")
+"""Of `init`, beside paths."""
 LossKind = Literal["ce", "kl", "lk", "lk_log", "tv"]
 ONE_ID = (
     "The draft vocabulary has one id, whose probability is 1 whatever the head says: "
@@ -258,6 +260,12 @@ def _choices(key: str) -> list[str]:
 def _check(config: TrainConfig) -> None:
     if not config.data and config.cache is None:
         raise NextnError("No training data is named.", "Give data=FILE.jsonl, or cache=FOLDER.")
+    near = difflib.get_close_matches(config.init.lower(), STARTS, 1, 0.6)
+    if near and config.init not in STARTS and "/" not in config.init and not Path(config.init).exists():
+        raise NextnError(
+            f"init is {config.init!r}, and there is no folder of that name.",
+            f"Did you mean {near[0]}? Give native, scratch, or the path of a head or checkpoint.",
+        )
     weights = config.loss_weights
     if weights is not None and len(weights) != config.unroll:
         raise NextnError(

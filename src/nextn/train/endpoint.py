@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -36,7 +38,8 @@ class Endpoint:
         timeout_seconds: of one attempt.
         sleep: waits between attempts.
     Raises:
-        NextnError: a URL that is none, a server that does not answer or serves no model.
+        NextnError: a URL that is none, a key that no header can carry, a server that does not answer or serves no
+            model.
     """
 
     def __init__(
@@ -50,13 +53,15 @@ class Endpoint:
         timeout_seconds: float = 600.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise NextnError(f"{url[:80]!r} is no address of a server.", "Give a URL like http://localhost:8000.")
-        self.url = url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
+        self.url = _address(url)
         self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        key = (api_key or "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise NextnError(
+                "The key in OPENAI_API_KEY holds a line break or another character that no key has.", "Set it anew."
+            )
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._options = dict(options or {})
         self._retries, self._timeout, self._sleep = retries, timeout_seconds, sleep
         self._ids: bool | None = None
@@ -136,13 +141,34 @@ class Endpoint:
                 wait = max(wait, asked)
             except (OSError, http.client.HTTPException) as error:
                 problem = str(getattr(error, "reason", None) or error) or type(error).__name__
-            except ValueError:
+            except (ValueError, RecursionError):
                 problem = "not JSON"
             if attempt < self._retries:
                 self._sleep(wait)
         raise NextnError(
             f"{self.url}/{path} does not answer ({problem}).", "Check the server, then run again: it goes on."
         )
+
+
+def _address(url: str) -> str:
+    """What requests' paths are put behind: a URL without a path gets ``/v1``."""
+    like = "Give a URL like http://localhost:8000."
+    none = NextnError(f"{url[:80]!r} is no address of a server.", like)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        raise none from None
+    known = parts.scheme in ("http", "https") and host and "@" not in parts.netloc
+    if not known or re.search(r"[\x00-\x20\x7f]", url) or not parts.path.isascii():
+        raise none
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise NextnError(f"The port of {url[:80]!r} is no number from 1 to 65535.", like)
+    return url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
@@ -152,7 +178,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
         told = json.loads(body)
         inner = told.get("error", told) if isinstance(told, dict) else told
         body = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
-    except (ValueError, OSError):
+    except (ValueError, RecursionError, OSError, http.client.HTTPException):
         body = str(error.reason)
     return " ".join(body.split())[:200].rstrip(".")
 
@@ -165,9 +191,9 @@ def _asked_wait(error: urllib.error.HTTPError) -> float:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(told).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return 0.0
-    return seconds if seconds > 0 else 0.0
+    return seconds if 0 < seconds < math.inf else 0.0
 
 
 def _chat(told: Any) -> Answer:
@@ -175,16 +201,35 @@ def _chat(told: Any) -> Answer:
     message = choice.get("message")
     if not isinstance(message, dict):
         raise RefusedError("an answer without a message")
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    calls = message.get("tool_calls")
-    if message.get("content") is None and not reasoning and not calls:
+    text, calls = _text(message.get("content")), message.get("tool_calls") or None
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or None
+    if not isinstance(reasoning, str | None):
+        raise RefusedError("an answer whose reasoning is not text")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RefusedError("an answer whose tool_calls are no list of objects")
+    if text is None and not reasoning and not calls:
         raise RefusedError("an answer without content")
-    return _answer(told, choice, message.get("content") or "", reasoning=reasoning, tool_calls=calls)
+    return _answer(told, choice, text or "", reasoning=reasoning, tool_calls=calls)
 
 
 def _completion(told: Any) -> Answer:
     choice = _choice(told)
-    return _answer(told, choice, str(choice.get("text", "")))
+    text = choice.get("text")
+    if not isinstance(text, str):
+        raise RefusedError("an answer without text")
+    return _answer(told, choice, text)
+
+
+def _text(content: Any) -> str | None:
+    """Of a message's content: a string, a list of parts of type text, or None."""
+    if isinstance(content, str | None):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) < len(parts):
+        raise RefusedError("an answer whose content is not text")
+    return "".join(found)
 
 
 def _choice(told: Any) -> dict[str, Any]:
@@ -201,12 +246,18 @@ def _answer(told: Any, choice: dict[str, Any], text: str, **more: Any) -> Answer
     """vLLM gives ``prompt_token_ids`` beside the choices and ``token_ids`` in each; SGLang's chat gives both in the
     choice, the second as ``response_token_ids`` (their ``protocol.py``)."""
     usage = told.get("usage")
-    ids = choice.get("token_ids") or choice.get("response_token_ids")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    ids = _ids(choice.get("token_ids") or choice.get("response_token_ids"))
     return Answer(
         text,
         "length" if choice.get("finish_reason") == "length" else "stop",
-        prompt_ids=choice.get("prompt_token_ids") or told.get("prompt_token_ids"),
+        prompt_ids=_ids(choice.get("prompt_token_ids") or told.get("prompt_token_ids")),
         token_ids=ids,
-        tokens=int((usage.get("completion_tokens") if isinstance(usage, dict) else 0) or len(ids or ())),
+        tokens=count if type(count) is int and count > 0 else len(ids or ()),
         **more,
     )
+
+
+def _ids(given: Any) -> list[int] | None:
+    """Token ids; None where these are none, so that the text alone is kept."""
+    return given if isinstance(given, list) and all(type(i) is int and i >= 0 for i in given) else None

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from nextn.errors import NextnError
 from nextn.train.dialogue import Answered, Dialogue, RefusedError, seed_of
 from nextn.train.endpoint import Endpoint
 
@@ -19,9 +18,10 @@ def answer_remotely(
 
     Raises:
         NextnError: the server does not answer, or refuses everything.
+        BaseException: whatever else ends a worker.
     """
     todo: queue.SimpleQueue[Dialogue | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[Dialogue, str | None] | NextnError] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Answered | BaseException] = queue.SimpleQueue()
 
     def work() -> None:
         while (dialogue := todo.get()) is not None:
@@ -31,7 +31,7 @@ def answer_remotely(
                 done.put((dialogue, None))
             except RefusedError as error:
                 done.put((dialogue, str(error)))
-            except NextnError as error:
+            except BaseException as error:
                 done.put(error)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
@@ -48,7 +48,7 @@ def answer_remotely(
                 return
             outcome = done.get()
             running -= 1
-            if isinstance(outcome, NextnError):
+            if isinstance(outcome, BaseException):
                 raise outcome
             yield outcome
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,8 @@ from nextn.engine.command import asked_vocab, check_vocab_text
 from nextn.errors import NextnError
 
 LOADING = "Loading"
+MOST_HELD_TOKENS = 4_000_000
+"""Of texts that are read before they are judged, so that progress has an end: about 100 MB."""
 EPILOG = """
 Examples:\n
 \b
@@ -74,7 +76,6 @@ def eval_(
     if not data:
         raise NextnError("No text is named.", "Give --data FILE.jsonl.")
     for name, value, least in (
-        ("--draft-tokens", draft_tokens, 1),
         ("--tokens", tokens, 0),
         ("--max-length", max_length, 4),
         ("--batch-tokens", batch_tokens, max_length),
@@ -83,7 +84,7 @@ def eval_(
     ):
         if value < least:
             raise NextnError(f"{name} is {value}.", f"Give a whole number of {least} or more.")
-    if draft_tokens > 8:
+    if not 1 <= draft_tokens <= 8:
         raise NextnError(f"--draft-tokens is {draft_tokens}.", "Give a whole number from 1 to 8.")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise NextnError(f"--temperature is {temperature}.", "Give a number over 0; greedy is always measured.")
@@ -139,10 +140,15 @@ def eval_(
             if 0 < tokens <= seen:
                 return
 
-    with Progress("judging", "tokens", tokens or None, sys.stderr) as bar:
+    chosen: Iterable[PackedBatch] = limited()
+    total = None
+    if 0 < tokens <= MOST_HELD_TOKENS:
+        chosen = list(chosen)
+        total = sum(batch.ids.shape[1] for batch in chosen)
+    with Progress("judging", "tokens", total, sys.stderr) as bar:
         judged = evaluate(
             loaded.target,
-            limited(),
+            chosen,
             draft_tokens=draft_tokens,
             temperature=temperature,
             draft_ids=ids,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from nextn.checkpoint.draft_ids import DRAFT_IDS
+from nextn.checkpoint.jsonfile import read_json
 from nextn.checkpoint.save import save_tensors
 from nextn.checkpoint.source import Checkpoint, open_checkpoint
 from nextn.errors import NextnError
@@ -86,11 +89,60 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
     os.replace(stage, path)
 
 
-def merge_head(begun: Start, head: Path, out: Path) -> None:
-    """Write the target with the head merged in, replacing one that it has."""
+def merge_head(begun: Start, head: Path, out: Path, record: Path) -> None:
+    """Write the target with the head merged in, replacing one that it has, and note that in a run's `record`.
+
+    Where `out` is what the run made of this very head, nothing is done.
+
+    Raises:
+        NextnError: `out` is there and is something else, or cannot be written.
+    """
+    digest = _head_digest(head)
+    if os.path.lexists(out):
+        if merged_head(record, out) == digest:
+            return
+        raise NextnError(
+            f"{out} exists already, with another head or changed since; the head is done: {head}.",
+            f"Remove {out}, or give another merge, and run the same command again.",
+        )
     target = begun.checkpoint
     had = count_head_layers(target, begun.model.config) > 0
     write(plan_merge(target, open_checkpoint(head), out, MergeOptions(replace=had)))
+    write_json(record, {**_merges(record), str(out.resolve()): {"head": digest, "files": _stamps(out)}})
+
+
+def merged_head(record: Path, out: Path) -> str | None:
+    """Digest of the head that a run merged into `out`; None where it did not, or files of `out` have changed since."""
+    noted = _merges(record).get(str(out.resolve()))
+    if not isinstance(noted, dict) or not isinstance(noted.get("files"), dict) or not out.is_dir():
+        return None
+    there = _stamps(out)
+    same = all(there.get(name) == stamp for name, stamp in noted["files"].items())
+    return str(noted.get("head")) if same else None
+
+
+def _merges(record: Path) -> dict[str, Any]:
+    """What `merge_head` noted: path of a merged folder -> ``head``, its digest, and ``files``, their stamps."""
+    try:
+        return dict(read_json(record)) if record.is_file() else {}
+    except NextnError:
+        return {}
+
+
+def _head_digest(head: Path) -> str:
+    """Of the files that a merge takes from a head's folder."""
+    digest = hashlib.sha256()
+    for name in (HEAD_FILE, "config.json", DRAFT_IDS):
+        if (head / name).is_file():
+            with (head / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _stamps(folder: Path) -> dict[str, list[int]]:
+    """Name -> bytes and time of the last change in ns, of each file in a folder and below."""
+    files = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: [told.st_size, told.st_mtime_ns] for name, told in sorted(files.items())}
 
 
 def _refuse_unchanged(begun: Start, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from nextn.checkpoint.header import read_header
 from nextn.checkpoint.jsonfile import read_json
 from nextn.errors import NextnError
 from nextn.models.decoder import Decoder
@@ -37,6 +38,8 @@ COUNTS, COUNTS_KEY = "id-counts.safetensors", "counts"
 OWN = re.compile(r"\.?(cache\.json|id-counts\.safetensors|states-\d{5,}\.safetensors)")
 """Files of a cache; with a dot before, half written ones."""
 SHARD_BYTES = 1 << 30
+ANEW = "Delete that file, if it is there, and run the `nextn cache` command that wrote it again: only it is made anew."
+"""What mends any file of a cache that is not ``cache.json``."""
 PLACES = ("ids", "positions", "documents", "loss_mask")
 SETTINGS = ("data", "batch_tokens", "max_length", "seed")
 
@@ -64,12 +67,13 @@ def write_cache(
 ) -> dict[str, Any]:
     """Cache the hidden states of a run's first `count` packed batches, in their order.
 
-    Each of several processes writes every world-th shard; the shards are those that one process would write.
+    Shards that are `damaged` are written again. Each of several processes writes every world-th shard; the shards are
+    those that one process would write.
 
     Args:
         model: the target, sharded where there are several processes.
         identity: the target's, see `target_identity`.
-        source: of one process: each reads the whole sequence.
+        source: of one process, at its beginning: each reads the whole sequence.
         progress: called with the batches done, of all processes.
     Returns:
         what ``cache.json`` holds.
@@ -83,42 +87,99 @@ def write_cache(
         begun = read_json(out / FACTS)
         _require_same(begun, {**wanted, "state": facts["state"]}, out)
         facts = begun
+        anew = processes.each(damaged(out, facts) if processes.first else [])[0]
+        _write_anew(model, source, out, anew, processes, progress)
         source.load_state_dict(facts["state"])
     processes.wait()
-    if processes.first and not (known and (out / COUNTS).is_file()):  # without facts it may count other data
+    # Without facts it may count other data.
+    if processes.first and not (known and _is_whole(out / COUNTS, {COUNTS_KEY})):
         counts = source.id_counts(model.config.vocab)
         out.mkdir(parents=True, exist_ok=True)
         write_tensors(out / COUNTS, {COUNTS_KEY: counts})
     processes.wait()
     size = -(-shard_bytes // _batch_bytes(model, config.batch_tokens))
     while facts["batches"] < count:
-        first = facts["batches"]
+        first, written = facts["batches"], len(facts["shards"])
         taken = [source.take()[0] for _ in range(min(size * processes.world, count - first))]
-        starts = range(0, len(taken), size)
-        names = [f"states-{len(facts['shards']) + i:05d}.safetensors" for i in range(len(starts))]
-        at = processes.rank * size
-        own = taken[at : at + size]
-        held: dict[str, Tensor] = {}
-        for turn in range(min(size, len(taken))):
-            # A sharded model's forwards are run together: where this process has none left, one is thrown away.
-            states = _states(model, own[turn] if turn < len(own) else taken[0])
-            if turn < len(own):
-                held |= _named(first + at + turn, own[turn], states)
-            if progress is not None:
-                progress(first + min((turn + 1) * len(starts), len(taken)))
-        if own:
-            name = names[processes.rank]
-            write_tensors(out / name, held)
-        facts["shards"] += [
-            {"file": name, "first": first + start, "batches": min(size, len(taken) - start)}
-            for name, start in zip(names, starts, strict=True)
+        parts = [
+            (f"states-{written + i:05d}.safetensors", first + at, taken[at : at + size])
+            for i, at in enumerate(range(0, len(taken), size))
         ]
+        _write_shards(model, out, parts, processes, progress)
+        facts["shards"] += [{"file": name, "first": at, "batches": len(held)} for name, at, held in parts]
         facts |= {"batches": first + len(taken), "state": source.state_dict(), "report": source.report()}
         processes.wait()
         if processes.first:
             write_json(out / FACTS, facts)
     processes.wait()
     return facts
+
+
+Part = tuple[str, int, list[PackedBatch]]
+"""Of a cache: the shard's file, the number of its first batch, and its batches."""
+
+
+def _write_shards(
+    model: Decoder, out: Path, parts: Sequence[Part], processes: Processes, progress: Callable[[int], None] | None
+) -> None:
+    """Write as many shards as there are processes, or fewer, each by one of them."""
+    name, first, own = parts[processes.rank] if processes.rank < len(parts) else ("", 0, [])
+    total = sum(len(batches) for _, _, batches in parts)
+    held: dict[str, Tensor] = {}
+    for turn in range(max(len(batches) for _, _, batches in parts)):
+        # A sharded model's forwards are run together: where this process has none left, one is thrown away.
+        states = _states(model, own[turn] if turn < len(own) else parts[0][2][0])
+        if turn < len(own):
+            held |= _named(first + turn, own[turn], states)
+        if progress is not None:
+            progress(parts[0][1] + min((turn + 1) * len(parts), total))
+    if own:
+        write_tensors(out / name, held)
+
+
+def _write_anew(
+    model: Decoder,
+    source: Source,
+    out: Path,
+    shards: Sequence[Mapping[str, Any]],
+    processes: Processes,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Write shards of a cache again.
+
+    Args:
+        source: at its beginning.
+    """
+    at = 0
+    for start in range(0, len(shards), processes.world):
+        parts: list[Part] = []
+        for told in shards[start : start + processes.world]:
+            while at < told["first"]:
+                source.take()
+                at += 1
+            parts.append((told["file"], at, [source.take()[0] for _ in range(told["batches"])]))
+            at += told["batches"]
+        _write_shards(model, out, parts, processes, progress)
+
+
+def damaged(out: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entries of ``cache.json`` whose shards are missing, truncated or lack a batch; their values are not read."""
+    return [
+        shard
+        for shard in facts["shards"]
+        if not _is_whole(
+            out / shard["file"],
+            {f"{shard['first'] + i}.{name}" for i in range(shard["batches"]) for name in (*PLACES, "given")},
+        )
+    ]
+
+
+def _is_whole(path: Path, names: Set[str]) -> bool:
+    """Whether a safetensors file is as long as its header says, and has tensors of these names."""
+    try:
+        return names <= read_header(path)[0].keys()
+    except NextnError:
+        return False
 
 
 def _batch_bytes(model: Decoder, tokens: int) -> int:
@@ -204,9 +265,9 @@ class CachedSource:
             with safe_open(self.folder / COUNTS, "pt") as file:
                 counts: Tensor = file.get_tensor(COUNTS_KEY)
         except Exception as error:
-            raise _unreadable(COUNTS, error, "Delete it, and run the `nextn cache` command again.") from None
+            raise _unreadable(COUNTS, error, ANEW) from None
         if counts.shape != (vocab,):
-            raise NextnError(f"{COUNTS} of the cache counts {len(counts)} ids of {vocab}.", "Write the cache anew.")
+            raise NextnError(f"{COUNTS} of the cache counts {counts.numel()} ids of {vocab}.", ANEW)
         return counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,7 +297,7 @@ class CachedSource:
                 other = f"{number}.teacher"
                 return batch, TargetStates(given, file.get_tensor(other) if other in list(file.keys()) else given)
         except Exception as error:
-            raise _unreadable(shard["file"], error, "Write the cache anew.") from None
+            raise _unreadable(shard["file"], error, ANEW) from None
 
 
 def _unreadable(name: str, error: Exception, fix: str) -> NextnError:

@@ -168,15 +168,20 @@ def regenerate(
         refused: list[str] = []
         tokens, turns = 0, 0
         started = time.monotonic()
-        with Progress("regenerating", "prompts", count, sys.stderr) as bar:
-            for dialogue, problem in answered() if before < count else ():
-                if problem is not None:
-                    refused.append(f"{lines.where(dialogue.number)}: {problem}")
-                else:
-                    answers.append(dialogue.number, digest(lines[dialogue.number], settings), dialogue.result())
-                    tokens, turns = tokens + dialogue.tokens, turns + dialogue.turn
-                rate = tokens / (time.monotonic() - started)
-                bar.at(len(answers.done) + len(refused), f"{rate:.0f} tokens/s")
+        try:
+            with Progress("regenerating", "prompts", count, sys.stderr) as bar:
+                for dialogue, problem in answered() if before < count else ():
+                    if problem is not None:
+                        refused.append(f"{lines.where(dialogue.number)}: {problem}")
+                    else:
+                        answers.append(dialogue.number, digest(lines[dialogue.number], settings), dialogue.result())
+                        tokens, turns = tokens + dialogue.tokens, turns + dialogue.turn
+                    rate = tokens / (time.monotonic() - started)
+                    bar.at(len(answers.done) + len(refused), f"{rate:.0f} tokens/s")
+        except KeyboardInterrupt:
+            told = f"stopped with {len(answers.done)} of {count} prompts answered"
+            print(f"{told}; the same command goes on from there", file=sys.stderr)
+            raise
         new = len(answers.done) - before
     rejected = sum(malformed.malformed.values())
     report: dict[str, Any] = {

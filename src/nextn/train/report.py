@@ -118,7 +118,7 @@ def _row(name: str, before: float | None, after: float, unit: str) -> str:
     def shown(value: float | None, sign: str = "") -> str:
         if value is None:
             return "–"
-        return f"{100 * value:{sign}.1f} %" if unit else f"{value:{sign}.3f}"
+        return f"{100 * value:{sign}.1f} {'points' if sign else '%'}" if unit else f"{value:{sign}.3f}"
 
     change = None if before is None else after - before
     kind = "" if not change else ' class="up"' if change > 0 else ' class="down"'

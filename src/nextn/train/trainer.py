@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from nextn.train.checkpoints import Checkpoints
 from nextn.train.config import ONE_ID, RUN_ONLY, TrainConfig
 from nextn.train.documents import LineReader
 from nextn.train.evaluate import evaluate, share
-from nextn.train.export import merge_head, place_draft_ids, write_head
+from nextn.train.export import merge_head, merged_head, place_draft_ids, write_head
 from nextn.train.hidden_cache import CachedSource, require_settings
 from nextn.train.identity import target_identity
 from nextn.train.lock import held
@@ -42,6 +43,8 @@ from nextn.train.step import HeadStep, Item, head_is_cast
 from nextn.train.stop import Asked, asked_to_stop
 from nextn.train.unroll import require_layers
 
+MERGES = "merged.json"
+"""Beside the log: the folders that the run merged its head into."""
 LEAST_COVERAGE = 0.5
 """Share of the tokens in the draft vocabulary below which a run warns."""
 MakeReader = Callable[[TrainConfig, Checkpoint], LineReader]
@@ -96,8 +99,9 @@ class Trainer:
         self.config, self.processes, self.quiet = config, processes, quiet
         self.output = Path(config.output)
         self.packs = config.accumulation or processes.world
-        self._refuse_early()
+        self.merges = self.output / "logs" / MERGES
         self.checkpoints = Checkpoints(self.output / "checkpoints", processes)
+        self._refuse_early()
         target = open_target(config)
         self._require_room(target)
         reader = make_reader(config, target) if config.data or config.eval else None
@@ -173,7 +177,7 @@ class Trainer:
                 f"accumulation is {self.packs} for {world} processes.", "Give a multiple of the number of processes."
             )
         if config.merge is not None:
-            refuse_existing(Path(config.merge))
+            self._refuse_merged(Path(config.merge))
         if self.output.exists() and not self.output.is_dir():
             raise NextnError(f"{self.output} is a file.", "Name a folder for the head.")
         if any(self.output.glob("*.safetensors")) and not (self.output / "logs" / FILE).is_file():
@@ -181,6 +185,25 @@ class Trainer:
         inside = {path.name for path in self.output.iterdir()} if self.output.is_dir() else set()
         if inside and not inside & {"logs", "checkpoints", DRAFT_IDS}:
             raise NextnError(f"{self.output} holds other files.", "Give an output that is new or empty.")
+
+    def _refuse_merged(self, out: Path) -> None:
+        """Raises NextnError where `out` is there, unless this run is at its end and made it."""
+        newest = self.checkpoints.newest()
+        ours = merged_head(self.merges, out) is not None
+        done = newest is not None and newest >= self.config.steps
+        if ours and done:
+            return
+        if ours and newest is not None:
+            raise NextnError(
+                f"{out} holds this run's head of {newest} steps already, and {self.config.steps} are asked for.",
+                f"Remove {out}, or give another merge, and run the same command again: it goes on.",
+            )
+        if done and os.path.lexists(out) and any(self.output.glob("*.safetensors")):
+            raise NextnError(
+                f"{out} exists already and is not what this run merged; the head is done: {self.output}.",
+                f"Remove {out}, or give another merge, and run the same command again.",
+            )
+        refuse_existing(out)
 
     def _require_room(self, target: Checkpoint) -> None:
         config, device = self.config, self.processes.device
@@ -376,7 +399,7 @@ class Trainer:
             write_report(self.output)
         merge = None if nothing else self.config.merge
         if merge is not None and first:
-            merge_head(self.begun, self.output, Path(merge))
+            merge_head(self.begun, self.output, Path(merge), self.merges)
         self.processes.wait()
         return {
             "output": str(self.output),
