@@ -4,7 +4,7 @@
 #   bash benchmarks/record_gpu.sh LOGS
 #
 # Records go to benchmarks/results, what the programs print to the folder LOGS. Tests and the kernels' compilation run
-# side by side; then one benchmark after the other has the machine to itself. About eleven minutes with 16 cores and an
+# side by side; then one benchmark after the other has the machine to itself. About twenty minutes with 16 cores and an
 # H200 (140 GB: nine processes hold the three models at once). With two GPUs the tests of two run too.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -55,7 +55,7 @@ capture 9b
 wait $tests
 record decode --full --start-ups 4b 0.8b 9b
 record sampled
-record divergence --geometry 0.8b 4b 9b
+record divergence --geometry 0.8b 4b 9b --jobs 4
 record delta_programs --geometry 0.8b 4b 9b
 record kernels
 python3 benchmarks/write_performance.py
