@@ -316,8 +316,8 @@ def page() -> str:
     lines = [
         "# Performance",
         "",
-        "Written by `benchmarks/write_performance.py` from the files under `benchmarks/results/`. All of them but those",
-        "of SGLang are recorded by `bash benchmarks/record_gpu.sh LOGS`, which runs the GPU tests first.",
+        "Written by `benchmarks/write_performance.py` from the files under `benchmarks/results/`. All of them but",
+        "SGLang's are recorded by `bash benchmarks/record_gpu.sh LOGS`, which runs the GPU tests first.",
         "",
         "## Against the bytes that must move",
         "",
