@@ -151,6 +151,8 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
     text = tmp_path / "text.py"
     text.write_text("import os\n\nfor name in os.listdir():\n    print(name)\n" * 20)
     ids = tmp_path / "ids.json"
@@ -171,6 +173,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for options, said in (
         (["--no-mtp", "--draft-vocab", "5"], "--no-mtp contradicts"),
         (["--draft-vocab-text", str(text)], "how many"),
+        (["--draft-vocab", "40", "--draft-vocab-text", str(empty)], "empty.txt is empty"),
         (["--draft-vocab", str(ids), "--draft-vocab-text", str(text)], "how many"),
         (["--draft-vocab", "5000"], "does not fit"),
         (["--draft-vocab", "nowhere.json"], "cannot be read"),

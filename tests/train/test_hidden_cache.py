@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextn.errors import NextnError
-from nextn.train.hidden_cache import write_cache
+from nextn.train.hidden_cache import CachedSource, write_cache
 from nextn.train.processes import Processes
 from tests.train import runs
 
@@ -99,6 +99,49 @@ def test_damaged_shards_are_written_again_and_no_others(root: Path, tmp_path: Pa
     assert shard(2).read_bytes() == whole[shard(2).name]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shards": []}, {"shards": None}, {"shards": [{}]}, {"state": None}, {"state": {}}, {"batches": 99},
+        {"shards": [{"file": "../states-00000.safetensors", "first": 0, "batches": 3}]},
+        {"shards": [{"file": "cache.json", "first": 0, "batches": 3}]}, "{",
+    ],
+)  # fmt: skip
+def test_damaged_facts_of_a_cache_are_told(root: Path, tmp_path: Path, change: Any) -> None:
+    made = runs.config(root, root / "model", steps=1, output=str(tmp_path / "head"))
+    out, begun = tmp_path / "cache", runs.trainer(made)
+
+    def cache() -> dict[str, Any]:
+        again = runs.trainer(made)
+        return write_cache(again.begun.model, again.identity, again.source, made, out, 3, ALONE)  # type: ignore[arg-type]
+
+    facts = cache()
+    (out / "cache.json").write_text(change if isinstance(change, str) else json.dumps(facts | change))
+    with pytest.raises(NextnError, match=r"cache\.json is damaged\. Delete .* and write the cache anew"):
+        cache()
+    with pytest.raises(NextnError, match=r"cache\.json is damaged"):
+        CachedSource(out, begun.identity, ALONE)
+
+
+def test_a_run_goes_on_with_its_cache_under_another_path_and_with_no_other(root: Path, tmp_path: Path) -> None:
+    made = runs.config(root, root / "model", steps=1, output=str(tmp_path / "head"))
+    for name, count in (("cache", 4), ("other", 3)):
+        begun = runs.trainer(made)
+        write_cache(begun.begun.model, begun.identity, begun.source, made, tmp_path / name, count, ALONE)  # type: ignore[arg-type]
+
+    def offline(cache: str, steps: int) -> Any:
+        return runs.config(
+            root, root / "model", steps=steps, data=[], schedule="constant", cache=cache, output=str(tmp_path / "run")
+        )
+
+    runs.trainer(offline(str(tmp_path / "cache"), 1)).run()
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    with pytest.raises(NextnError, match="begun with another cache"):
+        runs.trainer(offline(str(tmp_path / "other"), 3))
+    runs.trainer(offline(f"{tmp_path}/./moved/", 3)).run()
+    assert len(runs.losses(offline(str(tmp_path / "moved"), 3))) == 3
+
+
 def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
     runs.target(tmp_path / "other", "qwen3_5", seed=1)
     made = runs.config(root, root / "model", steps=1)
@@ -113,7 +156,8 @@ def test_refuses_a_cache_of_another_target(root: Path, tmp_path: Path) -> None:
     broken = runs.config(root, root / "model", cache=str(tmp_path / "cache"), output=str(tmp_path / "h"))
     with pytest.raises(NextnError, match="cannot be read"):
         runs.trainer(broken).run()
-    (tmp_path / "cache" / "cache.json").write_text(json.dumps({}))
+    facts = json.loads((tmp_path / "cache" / "cache.json").read_text())
+    (tmp_path / "cache" / "cache.json").write_text(json.dumps(facts | {"model": "0"}))
     with pytest.raises(NextnError, match="another target"):
         runs.trainer(broken)
 

@@ -145,7 +145,10 @@ def calibrated_ids(
         return first_ids(read_ids(order), count, always=always, vocab=vocab)
     if tokenizer is None:
         raise NextnError(f"{folder} ships no tokenizer, so a text cannot be encoded.", "Give a file of token ids.")
-    return frequent_ids(tokenizer.encode(_text(text)), count, always=always, vocab=vocab)
+    ids = tokenizer.encode(_text(text), special=False)
+    if not ids:
+        raise NextnError(f"{text} is empty.", "Give a text like those to be generated.")
+    return frequent_ids(ids, count, always=always, vocab=vocab)
 
 
 def _text(path: Path) -> str:

@@ -77,7 +77,9 @@ def cache(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the cache; one that a killed run left is completed.")
     ] = None,
-    batches: Annotated[int | None, typer.Option(help="Packed batches to cache [steps x accumulation].", min=1)] = None,
+    batches: Annotated[
+        int | None, typer.Option(help="Packed batches to cache [steps x accumulation].", min=1, max=10**9)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Keep the target's hidden states on disk, to train a head from them without the target (`cache=FOLDER`)."""

@@ -84,7 +84,7 @@ def write_cache(
     facts: dict[str, Any] = {**wanted, "batches": 0, "shards": [], "state": source.state_dict()}
     known = (out / FACTS).is_file()
     if known:
-        begun = read_json(out / FACTS)
+        begun = read_facts(out)
         _require_same(begun, {**wanted, "state": facts["state"]}, out)
         facts = begun
         anew = processes.each(damaged(out, facts) if processes.first else [])[0]
@@ -113,6 +113,31 @@ def write_cache(
             write_json(out / FACTS, facts)
     processes.wait()
     return facts
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What ``cache.json`` holds.
+
+    Raises:
+        NextnError: it is damaged.
+    """
+    damage = NextnError(f"{folder / FACTS} is damaged.", f"Delete {folder} and write the cache anew.")
+    try:
+        facts = read_json(folder / FACTS)
+    except NextnError:
+        raise damage from None
+    try:
+        at = 0
+        for shard in facts["shards"]:
+            named = OWN.fullmatch(shard["file"]) and shard["file"].startswith("states-")
+            if not named or shard["first"] != at or int(shard["batches"]) < 1:
+                raise damage
+            at += shard["batches"]
+        if at != facts["batches"] or "data" not in facts["state"]:
+            raise damage
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise damage from None
+    return dict(facts)
 
 
 Part = tuple[str, int, list[PackedBatch]]
@@ -235,7 +260,7 @@ class CachedSource:
         self.folder, self.processes = folder, processes
         if not (folder / FACTS).is_file():
             raise NextnError(f"{folder} holds no cache.", "Write one with `nextn cache`.")
-        self.facts: dict[str, Any] = read_json(folder / FACTS)
+        self.facts = read_facts(folder)
         if self.facts.get("model") != identity:
             raise NextnError(
                 f"The cache {folder} was written with another target, or in another dtype.",
