@@ -7,11 +7,13 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
@@ -316,6 +318,14 @@ def put(path: str, value: Any) -> Any:
     return change
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """An object with so many lists, one in the other."""
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    return {"arguments": value}
+
+
 def within(seconds: float, work: Any) -> Any:
     """What `work` returns or raises; fails where it takes longer."""
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -367,6 +377,10 @@ def test_brackets_without_end_are_no_json(stub: Stub, status: int) -> None:
         ("usage.completion_tokens", "many", True, 7),
         ("usage.completion_tokens", [1], True, 7),
         ("usage.completion_tokens", -3, True, 7),
+        ("usage.completion_tokens", 10**400, True, 7),
+        ("usage.completion_tokens", 10**30, True, 7),
+        ("usage.completion_tokens", 10**9 + 1, True, 7),
+        ("usage.completion_tokens", 10**9, True, 10**9),
         ("usage.completion_tokens", True, True, 7),
         ("usage", "none", True, 7),
         ("choice.token_ids", 5, False, 7),
@@ -404,6 +418,8 @@ def test_what_is_odd_beside_an_answer_does_not_lose_its_text(
         ("choice.message.content", [{"type": "text", "text": "x"}, {"type": "image_url"}], "content is not text"),
         ("choice.message.tool_calls", "x", "tool_calls are no list of objects"),
         ("choice.message.tool_calls", ["x"], "tool_calls are no list of objects"),
+        ("choice.message.tool_calls", [nested(99)], "tool_calls are nested more than 100 levels deep"),
+        ("choice.message.tool_calls", [nested(800)], "tool_calls are nested more than 100 levels deep"),
         ("choice.message.reasoning_content", ["x"], "reasoning is not text"),
         ("choice.text", None, "without text"),
         ("choice.text", 5, "without text"),
@@ -422,6 +438,115 @@ def test_an_answer_that_is_none_is_refused_and_asked_again(
     stub.odd = None
     run(words)
     assert [line["line"] for line in read(out)] == [0]
+
+
+def test_tool_calls_of_a_hundred_levels_are_kept(stub: Stub) -> None:
+    calls = [nested(98)]
+    stub.odd = put("choice.message.tool_calls", calls)
+    asker, _ = endpoint(stub)
+    assert asker.ask(Dialogue.begin(0, {"messages": [user("a")]}, chat=False), None).tool_calls == calls
+
+
+def test_an_answer_too_deep_to_parse_is_refused_alone(stub: Stub) -> None:
+    stub.odd = lambda told: b"[" * 200_000 + b"]" * 200_000 if "deep" in str(told) else None
+    asker, waits = endpoint(stub)
+    dialogues = [Dialogue.begin(n, {"prompt": p}, chat=False) for n, p in enumerate(["deep", "x"])]
+    told = within(20, lambda: {d.number: why for d, why in answer_remotely(asker, dialogues, at_once=1)})
+    assert told == {0: "an answer that is nested too deeply", 1: None}
+    assert waits == []
+
+
+@contextmanager
+def raw_server(first: bytes, drip: bytes = b"") -> Iterator[str]:
+    """Sends `first` to every connection, then `drip` every 0.05 s; else closes it."""
+    ended = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(first)
+            while drip and not ended.wait(0.05):
+                connection.sendall(drip)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            ended.set()
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: ",
+        b"HTTP/1.1 503 Busy\r\n\r\n",
+        b"",
+    ],
+)
+def test_an_attempt_ends_in_time_however_slowly_it_is_answered(first: bytes) -> None:
+    waits: list[float] = []
+    with raw_server(first, b" ") as url, pytest.raises(NextnError, match=r"timed out|503: Busy"):
+        within(10, lambda: Endpoint(url, retries=1, timeout_seconds=0.4, sleep=waits.append))
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("length", ["", "Content-Length: 9999999\r\n", "Transfer-Encoding: chunked\r\n"])
+def test_an_answer_without_end_is_refused(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nextn.train.endpoint.LARGEST_BODY_BYTES", 2**20)
+    piece = b"[" * 2**19
+    if "chunked" in length:
+        piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+    with raw_server(f"HTTP/1.1 200 OK\r\n{length}\r\n".encode(), piece) as url:
+        asker = Endpoint(url, model="m", sleep=pytest.fail)
+        with pytest.raises(RefusedError, match="an answer of more than 1 MiB"):
+            within(20, lambda: asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None))
+
+
+def test_an_answer_that_is_cut_is_tried_again() -> None:
+    waits: list[float] = []
+    cut = b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"data": []}'
+    with raw_server(cut) as url, pytest.raises(NextnError, match="IncompleteRead"):
+        within(10, lambda: Endpoint(url, retries=1, sleep=waits.append))
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("odd", ["", " ", "a\nb", "a\x1b[2Jb", "\ud800", 5, None, ["x"]])
+def test_a_model_without_a_printable_name_is_none(stub: Stub, odd: Any) -> None:
+    stub.models = ["good", odd]
+    assert Endpoint(stub.url).model == "good"
+    stub.models = [odd, odd]
+    with pytest.raises(NextnError, match="lists 2 models, none with a name of printable text"):
+        Endpoint(stub.url)
+
+
+@pytest.mark.parametrize("status", [400, 404, 503])
+def test_a_servers_words_are_one_harmless_line(stub: Stub, status: int) -> None:
+    asker, _ = endpoint(stub, retries=0)
+    stub.failures = [status] * 2
+    stub.failure_body = json.dumps({"error": {"message": "bad\n\x1b[31mred\x07 \ud800\u202eend."}}).encode()
+    with pytest.raises((RefusedError, NextnError)) as caught:
+        asker.ask(Dialogue.begin(0, {"prompt": "x"}, chat=False), None)
+    assert f"{status}: bad ?[31mred? ??end" in str(caught.value)
+
+
+@pytest.mark.parametrize("first", [b"HTTP/1.1 503 \x1b[31m\x07\r\n\r\n", b"\x1b[31mno\x07 HTTP\r\n\r\n"])
+def test_a_status_line_is_harmless(first: bytes) -> None:
+    with raw_server(first) as url, pytest.raises(NextnError) as caught:
+        Endpoint(url, retries=0)
+    assert "\x1b" not in str(caught.value)
+    assert "\x07" not in str(caught.value)
 
 
 def test_a_key_is_sent_without_white_space_around_it(stub: Stub) -> None:
@@ -447,6 +572,13 @@ def test_a_key_that_no_header_carries_is_refused_at_once(stub: Stub, key: str) -
         ("http://user:word@127.0.0.1:8000", "no address"),
         ("http://127.0.0.1:8000/a b", "no address"),
         ("http://127.0.0.1:8000/\u20ac", "no address"),
+        ("http://a..b", "no address"),
+        (f"http://{'x' * 70}.com", "no address"),
+        ("http://\uff05.com", "no address"),
+        ("http://a%20b", "no address"),
+        ("http://127.0.0.1:8000/v1?api-version=2", "a query or a fragment"),
+        ("http://127.0.0.1:8000?", "a query or a fragment"),
+        ("http://127.0.0.1:8000/v1#top", "a query or a fragment"),
     ],
 )
 def test_an_address_that_is_none_is_refused_at_once(url: str, what: str) -> None:

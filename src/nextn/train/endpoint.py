@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import random
 import re
+import socket
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 from nextn.errors import NextnError
 from nextn.train.dialogue import Answer, Dialogue, RefusedError
@@ -24,6 +27,12 @@ LONGEST_WAIT_SECONDS = 60.0
 """Between attempts, where the server asks for none."""
 LONGEST_ASKED_SECONDS = 600.0
 """Of ``Retry-After``; a server that asks for more ends the run."""
+LARGEST_BODY_BYTES = 64 * 2**20
+"""Of an answer."""
+MOST_TOKENS = 10**9
+"""That a server may count in an answer; more is no count."""
+DEEPEST = 100
+"""Levels of lists and objects in an answer's tool calls."""
 
 
 class Endpoint:
@@ -35,7 +44,7 @@ class Endpoint:
         api_key: sent as a bearer token.
         options: sampling fields of the requests.
         retries: further attempts after one that failed.
-        timeout_seconds: of one attempt.
+        timeout_seconds: of one attempt, from the request to the last byte of the answer.
         sleep: waits between attempts.
     Raises:
         NextnError: a URL that is none, a key that no header can carry, a server that does not answer or serves no
@@ -70,11 +79,17 @@ class Endpoint:
     def _only_model(self) -> str:
         try:
             listed = self._send("models", None)
-            names = [str(m["id"]) for m in listed["data"]]
+            given = [m.get("id") if isinstance(m, dict) else None for m in listed["data"]]
         except (RefusedError, KeyError, TypeError):
             raise NextnError(f"{self.url} does not list its models.", "Name one with --served-model.") from None
+        names = [name for name in given if isinstance(name, str) and name.strip() and name.isprintable()]
+        if given and not names:
+            raise NextnError(
+                f"{self.url} lists {len(given)} models, none with a name of printable text.",
+                "Name one with --served-model.",
+            )
         if len(names) != 1:
-            told = ", ".join(names[:8]) or "none"
+            told = ", ".join(name[:80] for name in names[:8]) or "none"
             raise NextnError(f"{self.url} serves {len(names)} models ({told}).", "Name one with --served-model.")
         return names[0]
 
@@ -120,9 +135,12 @@ class Endpoint:
         )
         for attempt in range(self._retries + 1):
             wait = min(0.5 * 2 ** min(attempt, 10), LONGEST_WAIT_SECONDS) * (0.5 + random.random() / 2)
+            until = time.monotonic() + self._timeout
+            raw = b""
             try:
-                with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                    return json.loads(response.read())
+                with urllib.request.build_opener(_Http(until), _Https(until)).open(request) as response:
+                    raw = _body(response)
+                return json.loads(raw)
             except urllib.error.HTTPError as error:
                 said = _reason(error)
                 if error.code in (401, 403, 404):
@@ -140,14 +158,97 @@ class Endpoint:
                     ) from None
                 wait = max(wait, asked)
             except (OSError, http.client.HTTPException) as error:
-                problem = str(getattr(error, "reason", None) or error) or type(error).__name__
-            except (ValueError, RecursionError):
+                problem = _line(str(getattr(error, "reason", None) or error)) or type(error).__name__
+            except RecursionError:
+                if raw.rstrip().endswith((b"]", b"}")):
+                    raise RefusedError("an answer that is nested too deeply") from None
+                problem = "not JSON"
+            except ValueError:
                 problem = "not JSON"
             if attempt < self._retries:
                 self._sleep(wait)
         raise NextnError(
             f"{self.url}/{path} does not answer ({problem}).", "Check the server, then run again: it goes on."
         )
+
+
+class _UntilReader(io.RawIOBase):
+    """Reads a socket until a time of the monotonic clock, however little comes at a time."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase, until: float) -> None:
+        self._sock, self._raw, self._until = sock, raw, until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left(self._until))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _UntilResponse(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, until: float, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.fp: Any = io.BufferedReader(_UntilReader(sock, self.fp.detach(), until))
+
+
+class _UntilHandler(urllib.request.AbstractHTTPHandler):
+    """Opens connections, redirected ones too, that are given up at a time of the monotonic clock."""
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self._until = until
+
+    def do_open(self, http_class: Any, req: Any, **more: Any) -> Any:
+        def connection(host: str, **given: Any) -> Any:
+            made = http_class(host, **given)
+            made.response_class = partial(_UntilResponse, until=self._until)
+            return made
+
+        req.timeout = _left(self._until)
+        return super().do_open(connection, req, **more)  # type: ignore[arg-type]
+
+
+class _Http(_UntilHandler, urllib.request.HTTPHandler):
+    pass
+
+
+class _Https(_UntilHandler, urllib.request.HTTPSHandler):
+    pass
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _body(response: IO[bytes]) -> bytes:
+    """All that a response holds.
+
+    Raises:
+        RefusedError: it is larger than `LARGEST_BODY_BYTES`.
+        OSError, http.client.HTTPException: it ends early.
+    """
+    out = bytearray()
+    while piece := response.read1(2**18):  # type: ignore[attr-defined]
+        out += piece
+        if len(out) > LARGEST_BODY_BYTES:
+            raise RefusedError(f"an answer of more than {LARGEST_BODY_BYTES >> 20} MiB")
+    missing = getattr(response, "length", None)
+    if missing:
+        raise http.client.IncompleteRead(b"", missing)
+    return bytes(out)
+
+
+def _line(said: str) -> str:
+    """A server's words in one line of at most 200 characters, those that do not print as ``?``."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(said.split()))[:200]
 
 
 def _address(url: str) -> str:
@@ -162,6 +263,10 @@ def _address(url: str) -> str:
     known = parts.scheme in ("http", "https") and host and "@" not in parts.netloc
     if not known or re.search(r"[\x00-\x20\x7f]", url) or not parts.path.isascii():
         raise none
+    if "?" in url or "#" in url:
+        raise NextnError(f"{url[:80]!r} has a query or a fragment, which no path can follow.", like)
+    if not _is_host(host or ""):
+        raise none
     try:
         port = parts.port
     except ValueError:
@@ -171,16 +276,25 @@ def _address(url: str) -> str:
     return url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
 
 
+def _is_host(host: str) -> bool:
+    """Whether a name can be looked up: its labels are neither empty nor too long, with no escapes."""
+    try:
+        encoded = host.encode("idna").decode("ascii")
+    except UnicodeError:
+        return False
+    return ":" in host or re.search(r"[\x00-\x20\x7f%/?#@:]", encoded) is None
+
+
 def _reason(error: urllib.error.HTTPError) -> str:
     """What a server says with an error status, in one line."""
     try:
-        body = error.read().decode("utf-8", "replace")
+        body = _body(error.fp).decode("utf-8", "replace")
         told = json.loads(body)
         inner = told.get("error", told) if isinstance(told, dict) else told
         body = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
-    except (ValueError, RecursionError, OSError, http.client.HTTPException):
+    except (ValueError, RecursionError, RefusedError, OSError, http.client.HTTPException):
         body = str(error.reason)
-    return " ".join(body.split())[:200].rstrip(".")
+    return _line(body).rstrip(".")
 
 
 def _asked_wait(error: urllib.error.HTTPError) -> float:
@@ -207,6 +321,8 @@ def _chat(told: Any) -> Answer:
         raise RefusedError("an answer whose reasoning is not text")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise RefusedError("an answer whose tool_calls are no list of objects")
+    if _is_deep(calls):
+        raise RefusedError(f"an answer whose tool_calls are nested more than {DEEPEST} levels deep")
     if text is None and not reasoning and not calls:
         raise RefusedError("an answer without content")
     return _answer(told, choice, text or "", reasoning=reasoning, tool_calls=calls)
@@ -232,6 +348,17 @@ def _text(content: Any) -> str | None:
     return "".join(found)
 
 
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects lie in one another more than `DEEPEST` levels deep."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [v for v in level if isinstance(v, list | dict)]
+        if not level:
+            return False
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+    return True
+
+
 def _choice(told: Any) -> dict[str, Any]:
     try:
         choice = told["choices"][0]
@@ -253,7 +380,7 @@ def _answer(told: Any, choice: dict[str, Any], text: str, **more: Any) -> Answer
         "length" if choice.get("finish_reason") == "length" else "stop",
         prompt_ids=_ids(choice.get("prompt_token_ids") or told.get("prompt_token_ids")),
         token_ids=ids,
-        tokens=count if type(count) is int and count > 0 else len(ids or ()),
+        tokens=count if type(count) is int and 0 < count <= MOST_TOKENS else len(ids or ()),
         **more,
     )
 
