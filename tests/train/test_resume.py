@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -169,16 +168,6 @@ def test_a_finished_run_started_again_tells_of_its_data(root: Path, tmp_path: Pa
         assert facts["data"] == read
     longer = runs.trainer(runs.config(tmp_path, root / "model", steps=40)).run()
     assert longer["data"] == read
-
-
-def test_a_head_whose_checkpoints_are_gone_is_not_trained_over(root: Path, tmp_path: Path) -> None:
-    made = runs.config(root, root / "model", output=str(tmp_path / "head"), steps=2)
-    runs.trainer(made).run()
-    head = (tmp_path / "head" / "model.safetensors").read_bytes()
-    shutil.rmtree(tmp_path / "head" / "checkpoints")
-    with pytest.raises(NextnError, match="whose checkpoints are gone"):
-        runs.trainer(made)
-    assert (tmp_path / "head" / "model.safetensors").read_bytes() == head
 
 
 def test_longer_than_planned(root: Path) -> None:

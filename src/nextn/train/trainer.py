@@ -182,11 +182,6 @@ class Trainer:
             raise NextnError(f"{self.output} is a file.", "Name a folder for the head.")
         if any(self.output.glob("*.safetensors")) and not (self.output / "logs" / FILE).is_file():
             raise NextnError(f"{self.output} holds a checkpoint that is not of a training run.", "Give another output.")
-        if any(self.output.glob("*.safetensors")) and self.checkpoints.newest() is None:
-            raise NextnError(
-                f"{self.output} holds the head of a run whose checkpoints are gone, so that it cannot go on.",
-                "Give another output, with init naming this head to train it further.",
-            )
         inside = {path.name for path in self.output.iterdir()} if self.output.is_dir() else set()
         if inside and not inside & {"logs", "checkpoints", DRAFT_IDS}:
             raise NextnError(f"{self.output} holds other files.", "Give an output that is new or empty.")
