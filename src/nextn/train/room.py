@@ -10,7 +10,7 @@ from nextn.train.processes import Processes
 
 TARGET_STATES, STEP_STATES = 3, 12
 """Hidden states a token that exist at once at least: in the target's pass, and of each draft step for its gradient.
-Qwen3.5-4B on a GPU and the embedded model on a CPU were measured at about 40 a draft step."""
+The Qwen3.5-4B geometry takes about 50 a draft step (benchmarks/results/train-step-h200.json)."""
 ROW_BYTES = 25
 """Of a token in a packed row: three int64 and a bool."""
 
