@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import RESULTS
 from benchmarks.machine import processor
 from benchmarks.smollm2_prompts import conversations
 from nextn.train.command import make_reader
@@ -76,7 +77,8 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "tokenizers": version("tokenizers")},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": f"python -m benchmarks.read_data --dialogue {options.dialogue.name}"
-        + (f" --model {Path(options.model).name}" if options.model else ""),
+        + (f" --model {Path(options.model).name}" if options.model else "")
+        + f" --out {RESULTS}/{options.out.name}",
         "vocabulary": reader.vocab,
         "rows": rows,
     }

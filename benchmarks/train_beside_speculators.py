@@ -24,6 +24,7 @@ from unittest.mock import MagicMock
 
 import torch
 
+from benchmarks.command_line import RESULTS
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.train_step import batch_of, config_of, random_model, timed
 from nextn.checkpoint.source import Checkpoint
@@ -158,7 +159,8 @@ def main() -> None:
             "speculators": distribution("speculators").version,
         },
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python -m benchmarks.train_beside_speculators SITE --size {given.size} --tokens {given.tokens}",
+        "command": f"python -m benchmarks.train_beside_speculators SITE --size {given.size} --tokens {given.tokens}"
+        f" --out {RESULTS}/{given.out.name}",
         "documents": given.documents,
         "draft_steps": STEPS,
         "mocked": replaced,

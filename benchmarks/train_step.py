@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.command_line import need_gpu
+from benchmarks.command_line import RESULTS, need_gpu
 from benchmarks.geometries import GEOMETRIES, VOCAB, Geometry
 from nextn.checkpoint.source import Checkpoint
 from nextn.models.config import decoder_config
@@ -132,7 +132,8 @@ def main() -> None:
         "machine": f"{torch.cuda.get_device_name(device)}, {platform.machine()}",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python -m benchmarks.train_step --size {given.size} --tokens {given.tokens}",
+        "command": f"python -m benchmarks.train_step --size {given.size} --tokens {given.tokens}"
+        f" --out {RESULTS}/{given.out.name}",
         "documents": given.documents,
         "draft_steps": given.steps,
         "rows": rows,
