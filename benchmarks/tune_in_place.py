@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.command_line import PRINTED, need_gpu, positive
@@ -30,7 +31,7 @@ from benchmarks.geometries import GEOMETRIES, VOCAB
 from benchmarks.gpu_timing import captured, median_ms, provenance
 from benchmarks.tune_rows import BF16, run
 from nextn.kernels.row_plans import TABLE, RowPlan, RowPlans, measured_plans
-from nextn.kernels.rows_triton import row_product
+from nextn.kernels.rows_triton import FMA_ROWS, row_product
 
 Shape = tuple[int, int]
 
@@ -48,9 +49,9 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
 }  # fmt: skip
 FIELDS["swap"] = FIELDS["dot"]
 DEFAULTS = {
-    "fma": RowPlan("fma", 2, 1024),
-    "dot": RowPlan("dot", 32, 128, stages=4),
-    "swap": RowPlan("swap", 64, 128, stages=4),
+    "fma": (RowPlan("fma", 2, 1024),),
+    "dot": (RowPlan("dot", 32, 128, stages=4),),
+    "swap": (RowPlan("swap", 64, 128, stages=4),),
 }
 
 
@@ -90,14 +91,23 @@ def neighbours(plan: RowPlan) -> Iterator[RowPlan]:
             yield replace(deeper, stages=max(2, plan.stages // 2) if by > 0 else plan.stages * 2)
 
 
+def takes(plan: RowPlan, k: int, rows: int) -> bool:
+    """Whether multiply-add by this plan takes so many inputs and rows, with a tile that is not too large."""
+    return plan.block_n * plan.block_k <= LARGEST_TILE // 2 and (rows == 1 or (rows <= FMA_ROWS and k <= plan.block_k))
+
+
 def moves(plan: RowPlan, n: int, k: int, rows: int) -> Iterator[RowPlan]:
-    """Neighbours of a plan that divide the shape evenly, and a plan of each other kernel."""
-    for kind in ("fma", "dot", "swap"):
-        if kind != plan.kind and (rows == 1 or kind != "fma"):
-            yield DEFAULTS[kind]
+    """Neighbours of a plan that divide the shape evenly, and plans of each other kernel."""
+    whole = triton.next_power_of_2(k)
+    for kind, plans in DEFAULTS.items():
+        if kind == plan.kind:
+            continue
+        if kind == "fma" and rows > 1:
+            plans = tuple(RowPlan("fma", n, whole, warps=w) for n in (1, 2, 4, 8) for w in (2, 4, 8))
+        yield from (new for new in plans if new.kind != "fma" or takes(new, k, rows))
     for new in neighbours(plan):
         if new.kind == "fma":
-            if new.block_n * new.block_k <= LARGEST_TILE // 2:
+            if takes(new, k, rows):
                 yield new
             continue
         step = new.splits * new.block_k

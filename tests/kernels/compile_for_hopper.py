@@ -94,6 +94,7 @@ def main() -> None:
         x, weight = torch.zeros(1, 128, dtype=dtype), torch.zeros(96, 128, dtype=dtype)
         for plan in PLANS:
             row_product(x, weight, plan, pdl=True)
+        row_product(torch.zeros(4, 128, dtype=dtype), weight, RowPlan("fma", 2, 128), pdl=True)
     print(*sorted(compiled))
 
 

@@ -31,6 +31,8 @@ SWAP = RowPlan("swap", 64, 64, splits=2, stages=2)
      real(4, 12352, 2560, RowPlan("swap", 64, 128, stages=4, ahead=4, first=1)),
      real(4, 1024, 3584, RowPlan("swap", 64, 128, splits=4, stages=4, first=2)),
      (5, 70, 320, RowPlan("dot", 32, 64, splits=2, first=2)), (2, 33, 48, RowPlan("swap", 64, 64, first=2)),
+     (2, 40, 64, FMA), (3, 7, 100, RowPlan("fma", 2, 128)), (4, 33, 200, RowPlan("fma", 4, 256)),
+     real(4, 8224, 1024, RowPlan("fma", 4, 1024)), real(3, 1024, 3584, RowPlan("fma", 2, 4096)),
      real(4, 2560, 9216, RowPlan("dot", 64, 128, splits=8, stages=4, ahead=2)),
      real(9, 18432, 2560, RowPlan("swap", 64, 128, splits=2, stages=4, ahead=2)),
      real(4, 248320, 1024, RowPlan("dot", 64, 128, splits=1, stages=4)),
@@ -82,7 +84,9 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
 
 def test_what_a_kernel_cannot_take_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rows"):
-        rows_triton.row_product(randn(2, 64), randn(8, 64), FMA)
+        rows_triton.row_product(randn(2, 65), randn(8, 65), FMA)
+    with pytest.raises(ValueError, match="5 rows"):
+        rows_triton.row_product(randn(5, 64), randn(8, 64), FMA)
     with pytest.raises(ValueError, match="contiguous"):
         rows_triton.row_product(randn(2, 64), randn(64, 32).t(), DOT)
 
@@ -120,7 +124,7 @@ def test_another_kind_of_gpu_multiplies_by_the_library() -> None:
 
 EARLY = [
     RowPlan("swap", 64, 64, splits=2, stages=3, first=1, ahead=2), RowPlan("swap", 32, 128, stages=3, first=2),
-    RowPlan("dot", 64, 64, splits=4, stages=3, ahead=2),
+    RowPlan("dot", 64, 64, splits=4, stages=3, ahead=2), RowPlan("fma", 4, 1024),
 ]  # fmt: skip
 
 

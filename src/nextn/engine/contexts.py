@@ -28,7 +28,13 @@ class Rows:
         committed: [batch] int64, rows of the last decoding forward that were kept; 0 after a prefill.
         starts: makes it a prefill, many rows of which only the last one's state is kept: each sequence's first
             position, known to the host.
+
+    Attributes:
+        settled: whether keys and values below each sequence's first row were stored by earlier rounds or a prefill,
+            not by kernels that may still run.
     """
+
+    settled = False
 
     def __init__(
         self,

@@ -305,6 +305,7 @@ class FusedRunner(PlainRunner):
             longest=self.longest,
             pad_rows=self.pad_rows,
             gate=gate,
+            settled=where.settled,
             pdl=self.dependent,
         )
 

@@ -56,6 +56,7 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
     # Older than the chain of kernels, some of which read it before they wait for those ahead; and not copied again.
     where.first = batch.lengths
+    where.settled = True
     post, pre = runner.target_rows(rows, where)
     logits = runner.logits(post)
     tokens, accepted, broken = _accept(runner, logits, batch, positions)

@@ -22,6 +22,45 @@ KEYS = 32
 
 
 @triton.jit
+def _places(
+    table: tl.tensor,
+    key: tl.tensor,
+    there: tl.tensor,
+    kv_head: tl.tensor,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Where the keys and values of some positions begin in their pools."""
+    page = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
+    return ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
+
+
+@triton.jit
+def _seen(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key: tl.tensor,
+    position: tl.tensor,
+    scale: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The largest score, the weights' sum and the weighted values after one more tile."""
+    scores = tl.dot(query, keys.T, input_precision="ieee") * scale
+    scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(most - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def _attend(
     q: tl.tensor,
     k_pool: tl.tensor,
@@ -42,9 +81,13 @@ def _attend(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One kv head of one sequence and every PARTS-th tile; part [rows, heads, PARTS, DIM] is not yet divided."""
+    """One kv head of one sequence and every PARTS-th tile; part [rows, heads, PARTS, DIM] is not yet divided.
+
+    With SETTLED the first tile's older keys and values are loaded before the wait.
+    """
     if PDL:
         gdc_launch_dependents()
     split = tl.program_id(0)
@@ -56,36 +99,43 @@ def _attend(
     row = m // GROUP
     head = kv_head * GROUP + m % GROUP
     real = row < ROWS
+    inside = d[None, :] < DIM
     position = tl.load(positions + batch * ROWS + row, mask=real, other=-1).to(tl.int32)
     length = tl.max(position) + 1
+    pages = table + batch * table_row
+    begin = split * KEYS
+    if SETTLED:
+        key = begin + tl.arange(0, KEYS)
+        at = _places(pages, key, key < length, kv_head, PAGE, KV_HEADS, DIM)[:, None] + d[None, :]
+        fresh = tl.load(positions + batch * ROWS).to(tl.int32)
+        old = (key < fresh)[:, None] & inside
+        old_keys = tl.load(k_pool + at, mask=old, other=0.0)
+        old_values = tl.load(v_pool + at, mask=old, other=0.0)
     if PDL:
         gdc_wait()
     line = (batch * ROWS + row) * HEADS + head
-    query = tl.load(q + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d[None, :] < DIM), other=0.0)
+    query = tl.load(q + line[:, None] * DIM + d[None, :], mask=real[:, None] & inside, other=0.0)
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, BLOCK_DIM), tl.float32)
-    for start in tl.range(split * KEYS, length, PARTS * KEYS, num_stages=STAGES):
+    if SETTLED:
+        new = ((key >= fresh) & (key < length))[:, None] & inside
+        keys = tl.where(old, old_keys, tl.load(k_pool + at, mask=new, other=0.0))
+        values = tl.where(old, old_values, tl.load(v_pool + at, mask=new, other=0.0))
+        most, total, acc = _seen(query, keys, values, key, position, scale, most, total, acc)
+        begin += PARTS * KEYS
+    for start in tl.range(begin, length, PARTS * KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         there = key < length
-        page = tl.load(table + batch * table_row + key // PAGE, mask=there, other=0).to(tl.int64)
-        at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
-        filled = there[:, None] & (d[None, :] < DIM)
-        keys = tl.load(k_pool + at[:, None] + d[None, :], mask=filled, other=0.0)
-        scores = tl.dot(query, keys.T, input_precision="ieee") * scale
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(most - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(v_pool + at[:, None] + d[None, :], mask=filled, other=0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-        most = higher
+        at = _places(pages, key, there, kv_head, PAGE, KV_HEADS, DIM)[:, None] + d[None, :]
+        filled = there[:, None] & inside
+        keys = tl.load(k_pool + at, mask=filled, other=0.0)
+        values = tl.load(v_pool + at, mask=filled, other=0.0)
+        most, total, acc = _seen(query, keys, values, key, position, scale, most, total, acc)
     where = line * PARTS + split
     tl.store(stats + where * 2, most, mask=real)
     tl.store(stats + where * 2 + 1, total, mask=real)
-    tl.store(part + where[:, None] * DIM + d[None, :], acc, mask=real[:, None] & (d[None, :] < DIM))
+    tl.store(part + where[:, None] * DIM + d[None, :], acc, mask=real[:, None] & inside)
 
 
 @triton.jit
@@ -151,6 +201,7 @@ def paged_attention(
     pad_rows: int = 1,
     keys: int = KEYS,
     gate: Tensor | None = None,
+    settled: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """Causal attention of the rows over the pages, which already hold the rows' own keys and values.
@@ -166,6 +217,8 @@ def paged_attention(
         pad_rows: with the same `pad_rows` and `parts`, rows give the same bits in a call of any number of rows up to
             it.
         gate: the merged product's columns from the first gate on, as in `activation_triton.sigmoid_mul`.
+        settled: keys and values below each sequence's first row were stored before the chain of dependent launches
+            began (see `support`), so some of them are loaded before the wait.
     Returns:
         [batch * rows, heads * head_dim] in q's dtype.
     """
@@ -199,6 +252,7 @@ def paged_attention(
         PAGE=page,
         PARTS=parts,
         STAGES=2,
+        SETTLED=settled,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -23,6 +23,8 @@ MAX_KERNEL = 4
 MAX_ROWS = 9
 FEW = 32, 4
 """Columns and warps of a program where there are few heads, and whenever rows must round alike in any batch."""
+FULL = 64
+"""Columns from which on a program has no registers for the next row's vectors beside this one's."""
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -40,14 +42,67 @@ def _past(
     position = before + row
     known = (row < BACK) & (position >= 0) & (channel >= 0)
     at = (position + columns) % columns * CHANNELS + channel
-    return tl.load(ring + at, mask=known, other=0.0).to(tl.float32)
+    return tl.load(ring + at, mask=known, other=0.0)
 
 
 @triton.jit
-def _taps(conv: tl.tensor, channel: tl.tensor, BACK: tl.constexpr, KERNEL: tl.constexpr) -> tl.tensor:
+def _tap(conv: tl.tensor, channel: tl.tensor, BACK: tl.constexpr, KERNEL: tl.constexpr) -> tl.tensor:
     """The convolution's weights for inputs BACK positions ago; 0 past its reach."""
     inside = (channel >= 0) & (channel * 0 + BACK < KERNEL)
-    return tl.load(conv + channel * KERNEL + (KERNEL - 1 - BACK), mask=inside, other=0.0).to(tl.float32)
+    return tl.load(conv + channel * KERNEL + (KERNEL - 1 - BACK), mask=inside, other=0.0)
+
+
+@triton.jit
+def _known(
+    ring: tl.tensor,
+    conv: tl.tensor,
+    row: tl.tensor,
+    channel: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What some channels' convolution takes from earlier rounds: inputs 1 to 3 positions ago, weights of 0 to 3."""
+    return (
+        _past(ring, row, channel, first - 1, columns, CHANNELS, 1),
+        _past(ring, row, channel, first - 2, columns, CHANNELS, 2),
+        _past(ring, row, channel, first - 3, columns, CHANNELS, 3),
+        _tap(conv, channel, 0, KERNEL),
+        _tap(conv, channel, 1, KERNEL),
+        _tap(conv, channel, 2, KERNEL),
+        _tap(conv, channel, 3, KERNEL),
+    )
+
+
+@triton.jit
+def _convolved(
+    known: tl.tensor,
+    own: tl.tensor,
+    lines: tl.tensor,
+    row: tl.tensor,
+    channel: tl.tensor,
+    x_row: tl.tensor,
+    x_split: tl.tensor,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """The convolution and its activation, of `_known` and the rows' own inputs.
+
+    Fused multiply-adds by name, so that the same row rounds alike in a step of any number of rows.
+    """
+    x1, x2, x3, w0, w1, w2, w3 = known
+    x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    if ROWS > 1:
+        x1 += _own(lines, row, channel, x_row, x_split, ROWS, SPLITS, 1, dtype)
+    if ROWS > 2:
+        x2 += _own(lines, row, channel, x_row, x_split, ROWS, SPLITS, 2, dtype)
+    if ROWS > 3:
+        x3 += _own(lines, row, channel, x_row, x_split, ROWS, SPLITS, 3, dtype)
+    total = tl.fma(w1.to(tl.float32), x1, w0.to(tl.float32) * own)
+    total = tl.fma(w3.to(tl.float32), x3, tl.fma(w2.to(tl.float32), x2, total))
+    return total * tl.sigmoid(total)
 
 
 @triton.jit
@@ -70,6 +125,21 @@ def _own(
 @triton.jit
 def _silu(x: tl.tensor) -> tl.tensor:
     return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _add_pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a + c, b + d
+
+
+@triton.jit
+def _vectors(
+    line: tl.tensor, dk: tl.tensor, own: tl.tensor, K_DIM: tl.constexpr, BLOCK_V: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of a row in `scratch`: q, k, v, decay, write strength and q . k."""
+    q, k = tl.load(line + dk), tl.load(line + K_DIM + dk)
+    scalars = line + 2 * K_DIM + BLOCK_V
+    return q, k, tl.load(line + 2 * K_DIM + own), tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
 
 
 @triton.jit
@@ -103,9 +173,10 @@ def _delta(
     SNAPSHOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     dtype: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """SNAPSHOTS is how many a slot has, or 0 for replay.
+    """SNAPSHOTS is how many a slot has, or 0 for replay; EARLY whether a row's vectors are loaded a row ahead.
 
     Loads come in three groups, each before any store that would hold them back: what earlier rounds left, the input
     product, and the rows' vectors, which go through `scratch` from the layout that convolves all rows at once to the
@@ -139,21 +210,9 @@ def _delta(
         start = states + ((at * SNAPSHOTS + chosen) * V_HEADS + head) * (K_DIM * V_DIM) + tile
     state = tl.load(start)
     window = ring + at * ring_columns * CHANNELS
-    q1 = _past(window, row, cq, first - 1, ring_columns, CHANNELS, 1)
-    q2 = _past(window, row, cq, first - 2, ring_columns, CHANNELS, 2)
-    q3 = _past(window, row, cq, first - 3, ring_columns, CHANNELS, 3)
-    k1 = _past(window, row, ck, first - 1, ring_columns, CHANNELS, 1)
-    k2 = _past(window, row, ck, first - 2, ring_columns, CHANNELS, 2)
-    k3 = _past(window, row, ck, first - 3, ring_columns, CHANNELS, 3)
-    v1 = _past(window, row, cv, first - 1, ring_columns, CHANNELS, 1)
-    v2 = _past(window, row, cv, first - 2, ring_columns, CHANNELS, 2)
-    v3 = _past(window, row, cv, first - 3, ring_columns, CHANNELS, 3)
-    wq0, wq1 = _taps(conv, cq, 0, KERNEL), _taps(conv, cq, 1, KERNEL)
-    wq2, wq3 = _taps(conv, cq, 2, KERNEL), _taps(conv, cq, 3, KERNEL)
-    wk0, wk1 = _taps(conv, ck, 0, KERNEL), _taps(conv, ck, 1, KERNEL)
-    wk2, wk3 = _taps(conv, ck, 2, KERNEL), _taps(conv, ck, 3, KERNEL)
-    wv0, wv1 = _taps(conv, cv, 0, KERNEL), _taps(conv, cv, 1, KERNEL)
-    wv2, wv3 = _taps(conv, cv, 2, KERNEL), _taps(conv, cv, 3, KERNEL)
+    q_known = _known(window, conv, row, cq, first, ring_columns, CHANNELS, KERNEL)
+    k_known = _known(window, conv, row, ck, first, ring_columns, CHANNELS, KERNEL)
+    v_known = _known(window, conv, row, cv, first, ring_columns, CHANNELS, KERNEL)
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     if SNAPSHOTS == 0:
@@ -174,22 +233,9 @@ def _delta(
     v0 = _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 0, dtype)
     b = load_rows(lines, row * x_row + heads + head, row < ROWS, x_split, SPLITS, dtype)
     a = load_rows(lines, row * x_row + heads + V_HEADS + head, row < ROWS, x_split, SPLITS, dtype) + bias
-    if ROWS > 1:
-        q1 += _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 1, dtype)
-        k1 += _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 1, dtype)
-        v1 += _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 1, dtype)
-    if ROWS > 2:
-        q2 += _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 2, dtype)
-        k2 += _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 2, dtype)
-        v2 += _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 2, dtype)
-    if ROWS > 3:
-        q3 += _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 3, dtype)
-        k3 += _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 3, dtype)
-        v3 += _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 3, dtype)
-    # Fused multiply-adds by name, so that the same row rounds alike in a step of any number of rows.
-    q = _silu(tl.fma(wq3, q3, tl.fma(wq2, q2, tl.fma(wq1, q1, wq0 * q0))))
-    k = _silu(tl.fma(wk3, k3, tl.fma(wk2, k2, tl.fma(wk1, k1, wk0 * k0))))
-    v = _silu(tl.fma(wv3, v3, tl.fma(wv2, v2, tl.fma(wv1, v1, wv0 * v0))))
+    q = _convolved(q_known, q0, lines, row, cq, x_row, x_split, ROWS, SPLITS, dtype)
+    k = _convolved(k_known, k0, lines, row, ck, x_row, x_split, ROWS, SPLITS, dtype)
+    v = _convolved(v_known, v0, lines, row, cv, x_row, x_split, ROWS, SPLITS, dtype)
     q *= tl.rsqrt(tl.sum(q * q, 1)[:, None] + 1e-6) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 1)[:, None] + 1e-6)
     qk = tl.sum(q * k, 1)[:, None]
@@ -205,17 +251,16 @@ def _delta(
     tl.store(line + 2 * K_DIM + BLOCK_V + 1, tl.sigmoid(b), mask=real)
     tl.store(line + 2 * K_DIM + BLOCK_V + 2, qk, mask=real)
     tl.debug_barrier()
+    qi, ki, vi, decay, beta, dot = _vectors(mine, dk, own, K_DIM, BLOCK_V)
     for i in tl.range(0, ROWS, num_stages=1):
-        vectors = mine + i * WIDTH
-        qi = tl.load(vectors + dk)
-        ki = tl.load(vectors + K_DIM + dk)
-        vi = tl.load(vectors + 2 * K_DIM + own)
-        decay = tl.load(vectors + 2 * K_DIM + BLOCK_V)
-        beta = tl.load(vectors + 2 * K_DIM + BLOCK_V + 1)
-        dot = tl.load(vectors + 2 * K_DIM + BLOCK_V + 2)
+        if EARLY:
+            # Of the next row, before this row's stores, which would hold the loads back.
+            following = mine + tl.minimum(i + 1, ROWS - 1) * WIDTH
+            q_next, k_next, v_next, decay_next, beta_next, dot_next = _vectors(following, dk, own, K_DIM, BLOCK_V)
         state = state * decay
-        u = beta * (vi - tl.sum(ki[:, None] * state, 0))
-        o = tl.sum(qi[:, None] * state, 0) + dot * u
+        recalled, read = tl.reduce((ki[:, None] * state, qi[:, None] * state), 0, _add_pairs)
+        u = beta * (vi - recalled)
+        o = read + dot * u
         state = tl.fma(tl.broadcast_to(ki[:, None], (K_DIM, BLOCK_V)), u[None, :], state)
         tl.store(out + (batch * ROWS + i) * (V_HEADS * V_DIM) + head * V_DIM + dv, o)
         if SNAPSHOTS == 0:
@@ -223,6 +268,11 @@ def _delta(
             tl.store(log_u + (logged * V_HEADS + head) * V_DIM + dv, u)
         else:
             tl.store(states + ((at * SNAPSHOTS + i) * V_HEADS + head) * (K_DIM * V_DIM) + tile, state)
+        if EARLY:
+            qi, ki, vi, decay, beta, dot = q_next, k_next, v_next, decay_next, beta_next, dot_next
+        else:
+            following = mine + tl.minimum(i + 1, ROWS - 1) * WIDTH
+            qi, ki, vi, decay, beta, dot = _vectors(following, dk, own, K_DIM, BLOCK_V)
 
     # All programs of the value heads that share a key head convolve its channels; one of them stores.
     stored = tl.where((head % GROUP == 0) & (block == 0), CHANNELS, 0)
@@ -335,12 +385,10 @@ def program_of(batch: int, v_heads: int) -> tuple[int, int]:
 
     Few heads are spread over the card. Many fill it by themselves: then fewer warps, each with more of the state, meet
     less often to sum over the key dimension. Measured on an H200 inside whole forwards (``delta-programs-h200.json``
-    under benchmarks/results): of Qwen3.5 4B (32 heads), 4 rows, 32 sequences 6.04 ms with 32 columns and 4 warps, 5.41
-    with 64 and 2, and of one sequence 2.70 and 2.79. A batch counts as the next power of two, so that padded sequences
-    change nothing.
+    under benchmarks/results). A batch counts as the next power of two, so that padded sequences change nothing.
     """
     heads = triton.next_power_of_2(batch) * v_heads
-    return FEW if heads < 64 else (32, 2) if heads < 128 else (64, 2)
+    return FEW if heads < 32 else (32, 2) if heads < 256 else (64, 2)
 
 
 def _launch(
@@ -396,6 +444,7 @@ def _launch(
         SNAPSHOTS=snapshots,
         SPLITS=splits,
         dtype=DTYPES[ring.dtype],
+        EARLY=block < FULL,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

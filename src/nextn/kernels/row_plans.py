@@ -28,8 +28,8 @@ class RowPlan:
     """How to run one product.
 
     Attributes:
-        kind: `fma` (one row, multiply-add), `dot` and `swap` (tensor cores, rows or weights on the wide side), or
-            `library` (cuBLAS).
+        kind: `fma` (multiply-add: one row, or up to four where `block_k` holds all inputs), `dot` and `swap` (tensor
+            cores, rows or weights on the wide side), or `library` (cuBLAS).
         block_n, block_k: tile of the weight.
         splits: along K; more than one leaves partial sums.
         stages: tiles in flight.

@@ -1,8 +1,8 @@
 """Triton kernels of `linear.linear` for a few rows, where streaming the weights is all that counts.
 
-Two designs: one row by multiply-add, and 16 or 32 rows a program on tensor cores, optionally split along K into
-partial sums that the kernel reading them adds up. Both can start under dependent launch: weights never change, so each
-program fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a
+Two designs: up to four rows by multiply-add, and 16 or 32 rows a program on tensor cores, optionally split along K
+into partial sums that the kernel reading them adds up. Both can start under dependent launch: weights never change, so
+each program fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a
 shape.
 """
 
@@ -17,21 +17,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.row_plans import RowPlan
 
+FMA_ROWS = 4
+"""Rows that multiply-add takes at most."""
+
 
 @triton.jit
-def _one_row(
+def _multiply_add(
     x: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
+    x_row: tl.tensor,
+    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """BN outputs; with WHOLE one tile holds all of their weights."""
+    """BN outputs; with WHOLE, which more than one row needs, one tile holds all of their weights."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -42,7 +47,23 @@ def _one_row(
     if PDL:
         gdc_wait()
     if WHOLE:
-        acc = tile.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        # All rows are loaded before a store that would hold their loads back.
+        weights = tile.to(tl.float32)
+        x0 = tl.load(x + k, mask=k < K, other=0.0)
+        x1, x2, x3 = x0, x0, x0
+        if ROWS > 1:
+            x1 = tl.load(x + x_row + k, mask=k < K, other=0.0)
+        if ROWS > 2:
+            x2 = tl.load(x + 2 * x_row + k, mask=k < K, other=0.0)
+        if ROWS > 3:
+            x3 = tl.load(x + 3 * x_row + k, mask=k < K, other=0.0)
+        tl.store(out + n, _total(weights, x0).to(out.dtype.element_ty), mask=n < N)
+        if ROWS > 1:
+            tl.store(out + N + n, _total(weights, x1).to(out.dtype.element_ty), mask=n < N)
+        if ROWS > 2:
+            tl.store(out + 2 * N + n, _total(weights, x2).to(out.dtype.element_ty), mask=n < N)
+        if ROWS > 3:
+            tl.store(out + 3 * N + n, _total(weights, x3).to(out.dtype.element_ty), mask=n < N)
     else:
         acc = tl.zeros((BN, BK), tl.float32)
         for start in range(0, K, BK):
@@ -55,7 +76,12 @@ def _one_row(
                 value = tl.load(x + start + k, mask=start + k < K, other=0.0)
             acc += tile.to(tl.float32) * value.to(tl.float32)[None, :]
             tile = following
-    tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
+        tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _total(weights: tl.tensor, x: tl.tensor) -> tl.tensor:
+    return tl.sum(weights * x.to(tl.float32)[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -157,7 +183,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
     A `dot` or `swap` plan gives a row the same bits whatever rows stand beside it.
 
     Args:
-        x: [rows, K], contiguous along K; an `fma` plan takes one row.
+        x: [rows, K], contiguous along K; an `fma` plan takes one row, or up to four where its block holds all of K.
         weight: [N, K], contiguous.
         out: where to put the result; partial sums are float32 [plan.splits, rows, N].
     Returns:
@@ -170,22 +196,26 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
     n = weight.shape[0]
     if plan.kind == "library":
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
-    if (plan.kind == "fma" and rows > 1) or x.stride(1) != 1 or not weight.is_contiguous():
+    whole = k <= plan.block_k
+    most = FMA_ROWS if whole else 1
+    if (plan.kind == "fma" and rows > most) or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"a {plan.kind} product does not take {rows} rows, or a tensor is not contiguous along K")
     if out is None:
         shape = (rows, n) if plan.splits == 1 else (plan.splits, rows, n)
         out = torch.empty(shape, dtype=x.dtype if plan.splits == 1 else torch.float32, device=x.device)
     if plan.kind == "fma":
-        _one_row[(triton.cdiv(n, plan.block_n),)](
+        _multiply_add[(triton.cdiv(n, plan.block_n),)](
             x,
             weight,
             out,
             n,
             k,
+            x.stride(0),
+            ROWS=rows,
             BN=plan.block_n,
             BK=plan.block_k,
             EVEN=k % plan.block_k == 0,
-            WHOLE=k <= plan.block_k,
+            WHOLE=whole,
             PDL=pdl,
             num_warps=plan.warps,
             launch_pdl=pdl,

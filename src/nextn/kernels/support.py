@@ -8,8 +8,9 @@ The kernel that reads them adds them up in order and rounds once to the model's 
 
 **Dependent launch** (``pdl=True``, compute capability 9.0 and above): a kernel may start while the one before it on the
 stream still runs; it waits before it touches anything that an earlier kernel of the chain wrote. What it reads before
-that wait are weights, indices (positions, slots, pages) and the delta net's caches of earlier rounds: whatever writes
-those must be an ordinary launch, or be followed by one or by the end of a graph, before the chain begins.
+that wait are weights, indices (positions, slots, pages) and caches of earlier rounds: the delta net's, and keys and
+values that the caller calls settled. Whatever writes those must be an ordinary launch, or be followed by one or by the
+end of a graph, before the chain begins.
 """
 
 from __future__ import annotations
