@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.geometries import VOCAB, Geometry
-from nextn.kernels import activation_triton, attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
+from nextn.kernels import attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
 from nextn.kernels.delta import DeltaLog, DeltaWeights
 from nextn.kernels.row_plans import RowPlans
-from nextn.kernels.rows_triton import row_product
+from nextn.kernels.rows_triton import gated_product, row_product
 
 BF16 = torch.bfloat16
 PAGE = 64
@@ -122,7 +122,8 @@ class Chain:
             mixed = product(h, layer.products["in"])
             x = product(self.mix(layer, mixed, pdl), layer.products["out"])
             h, residual = norm_triton.add_rms_norm(x, residual, layer.norms[1], 1e-6, dtype=BF16, pdl=pdl)
-            gated = activation_triton.silu_mul(product(h, layer.products["gate_up"]), dtype=BF16, pdl=pdl)
+            gate_up = layer.products["gate_up"]
+            gated = gated_product(h, gate_up, self.plans.plan(*gate_up.shape, h.shape[0]), pdl=pdl)
             x = product(gated, layer.products["down"])
         h, _ = norm_triton.add_rms_norm(x, residual, self.final, 1e-6, dtype=BF16, pdl=pdl)
         return tokens_triton.argmax(product(h, self.output), pdl=pdl)[0], h

@@ -142,6 +142,7 @@ class Search:
         products = [tuple(w.shape) for layer in chain.layers for w in layer.products.values()]
         sizes = {*products, tuple(chain.output.shape)}
         # Those that the forward reads most of come first.
+        self.gated = tuple(chain.layers[0].products["gate_up"].shape)
         self.shapes = sorted(sizes, key=lambda s: -s[0] * s[1] * max(products.count(s), 1))
         table = chain.plans
         self.plans = {shape: table.plan(*shape, self.rows) for shape in self.shapes}
@@ -156,9 +157,10 @@ class Search:
         Sizes are run-time values, so a small shape compiles for all.
         """
         jobs = []
-        for (_, k), p in tries:
+        for shape, p in tries:
+            k = shape[1]
             inputs = p.block_k if p.kind == "fma" and k <= p.block_k else p.splits * p.block_k * 16
-            jobs.append(self.pool.submit(run, p, 16 * p.block_n, inputs, self.rows))
+            jobs.append(self.pool.submit(run, p, 16 * p.block_n, inputs, self.rows, shape == self.gated))
         for one, job in zip(tries, jobs, strict=True):
             if (error := job.exception()) is None:
                 yield one

@@ -27,7 +27,7 @@ from benchmarks.command_line import PRINTED, need_gpu, positive
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from nextn.kernels.row_plans import LIBRARY, TABLE, RowPlan
-from nextn.kernels.rows_triton import row_product
+from nextn.kernels.rows_triton import gated_product, row_product
 
 BF16 = torch.bfloat16
 ROTATE_BYTES = 250_000_000
@@ -79,11 +79,11 @@ def shapes(names: list[str]) -> list[tuple[int, int]]:
     return sorted(reduced.union(*(g.products.values() for g in geometries)))
 
 
-def run(plan: RowPlan, n: int, k: int, rows: int) -> None:
+def run(plan: RowPlan, n: int, k: int, rows: int, gated: bool = False) -> None:
     """Run a plan once, which leaves its binary in Triton's cache on disk."""
     x, weight = (torch.zeros(*size, dtype=BF16, device="cuda") for size in ((rows, k), (n, k)))
     try:
-        row_product(x, weight, plan, pdl=True)
+        (gated_product if gated else row_product)(x, weight, plan, pdl=True)
     except OutOfResources as error:
         print(f"left out {plan}: {error}")
 

@@ -22,7 +22,7 @@ from nextn.engine.contexts import Rows
 from nextn.engine.fused import FusedRunner
 from nextn.engine.sampling import SamplingParams, SamplingState
 from nextn.kernels.row_plans import RowPlan, RowPlans
-from nextn.kernels.rows_triton import row_product
+from nextn.kernels.rows_triton import gated_product, row_product
 from nextn.models.load import load_decoder
 from tests.oracle.checkpoints import make_checkpoint
 
@@ -94,6 +94,7 @@ def main() -> None:
         x, weight = torch.zeros(1, 128, dtype=dtype), torch.zeros(96, 128, dtype=dtype)
         for plan in PLANS:
             row_product(x, weight, plan, pdl=True)
+            gated_product(x, weight, plan, pdl=True)
         row_product(torch.zeros(4, 128, dtype=dtype), weight, RowPlan("fma", 2, 128), pdl=True)
     print(*sorted(compiled))
 

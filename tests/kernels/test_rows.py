@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from nextn.kernels import activation
 from nextn.kernels.row_plans import FIXED, HOPPER, LIBRARY, TABLE, RowPlan, RowPlans, measured_plans
 from tests.kernels.cases import DTYPES, TOLERANCE, error, poison, randn, real
 
@@ -56,6 +57,33 @@ def test_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) 
     for at in range(0, n, 32768):
         expected = x.double() @ weight[at : at + 32768].double().t()
         assert error(got[:, at : at + 32768], expected) < TOLERANCE[got.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows,inter,k,plan",
+    [(1, 40, 64, FMA), (4, 33, 100, RowPlan("fma", 4, 128)), (2, 7, 64, RowPlan("fma", 2, 64)), (1, 20, 192, FMA),
+     (3, 33, 64, RowPlan("fma", 1, 64)), (4, 50, 128, RowPlan("swap", 64, 64, stages=2)), (5, 70, 100, DOT),
+     (3, 70, 100, RowPlan("dot", 32, 64, first=1)), (20, 33, 192, RowPlan("swap", 32, 64, block_m=32, first=2)),
+     (3, 10, 64, LIBRARY), real(4, 3584, 1024, RowPlan("swap", 128, 128, stages=4, ahead=4, first=2)),
+     real(1, 9216, 2560, RowPlan("fma", 2, 4096)), real(4, 3584, 1024, RowPlan("fma", 4, 1024)),
+     real(32, 12288, 4096, RowPlan("dot", 64, 64, stages=4, block_m=32))],
+)  # fmt: skip
+def test_a_product_that_ends_in_the_activation(
+    rows: int, inter: int, k: int, plan: RowPlan, dtype: torch.dtype
+) -> None:
+    x, weight = randn(rows, k, dtype=dtype), randn(2 * inter, k, dtype=dtype, seed=1) * k**-0.5
+    got = rows_triton.gated_product(x, weight, plan)
+    assert got.shape == (rows, inter)
+    assert got.dtype == dtype
+    stored = (x.double() @ weight.double().t()).to(dtype).double()
+    assert error(got, activation.silu_mul(stored)) < TOLERANCE[dtype]
+    in_one = plan.splits == 1 and plan.block_n > 1 and (plan.kind != "fma" or k <= plan.block_k)
+    if plan.kind != "library" and in_one:
+        around = poison(rows + 2, inter, dtype=dtype)
+        rows_triton.row_product(x, weight, plan, out=around[1:-1], gated=True)
+        assert around[[0, -1]].isnan().all()
+        assert torch.equal(around[1:-1], got)
 
 
 def test_each_split_is_the_product_of_its_columns() -> None:

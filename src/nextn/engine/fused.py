@@ -32,8 +32,8 @@ from nextn.kernels import (
     tokens_triton,
 )
 from nextn.kernels.delta import DeltaWeights
-from nextn.kernels.row_plans import RowPlans, measured_plans
-from nextn.kernels.rows_triton import row_product
+from nextn.kernels.row_plans import RowPlan, RowPlans, measured_plans
+from nextn.kernels.rows_triton import gated_product, row_product
 from nextn.models.blocks import MLP, Attention, GatedDeltaNet, RMSNorm
 from nextn.models.decoder import Decoder, DecoderLayer, Drafter
 from nextn.models.mtp import Fusion
@@ -206,10 +206,13 @@ class FusedRunner(PlainRunner):
         """
         if where is not None and where.prefill:
             return F.linear(x, weight)
+        plan = self._plan(x, weight, batch)
+        return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
+
+    def _plan(self, x: Tensor, weight: Tensor, batch: int) -> RowPlan:
         n, k = weight.shape
         rows = triton.next_power_of_2(batch) * (x.shape[0] // batch)
-        plan = self.plans.fixed(n, k) if self.exact else self.plans.plan(n, k, rows)
-        return row_product(x, weight, plan, pdl=self.dependent and plan.kind != "library")
+        return self.plans.fixed(n, k) if self.exact else self.plans.plan(n, k, rows)
 
     def _layer(
         self,
@@ -241,8 +244,11 @@ class FusedRunner(PlainRunner):
             self._product(mixed, out.weight, batch, where), residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl
         )
         assert isinstance(layer.mlp, MLP)
-        gate_up = self._product(h, layer.mlp.gate_up.weight, batch, where)
-        gated = activation_triton.silu_mul(gate_up, dtype=self.dtype, pdl=pdl)
+        weight = layer.mlp.gate_up.weight
+        if where.prefill:
+            gated = activation_triton.silu_mul(F.linear(h, weight), dtype=self.dtype)
+        else:
+            gated = gated_product(h, weight, self._plan(h, weight, batch), pdl=pdl)
         return self._product(gated, layer.mlp.down.weight, batch, where), residual
 
     def _delta(self, net: GatedDeltaNet, x: Tensor, where: Rows) -> Tensor:

@@ -3,7 +3,7 @@
 Two designs: up to four rows by multiply-add, and 16 or 32 rows a program on tensor cores, optionally split along K
 into partial sums that the kernel reading them adds up. Both can start under dependent launch: weights never change, so
 each program fetches its first tiles before it waits for the rows. `row_plans` says which design and sizes to use for a
-shape.
+shape. A product of gate and up rows can end in the activation, where a program has all the inputs of its outputs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nextn.kernels.activation_triton import silu_mul
 from nextn.kernels.row_plans import RowPlan
 
 FMA_ROWS = 4
@@ -34,9 +35,13 @@ def _multiply_add(
     BK: tl.constexpr,
     EVEN: tl.constexpr,
     WHOLE: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """BN outputs; with WHOLE, which more than one row needs, one tile holds all of their weights."""
+    """BN outputs; with WHOLE, which more than one row or GATED needs, one tile holds all of their weights.
+
+    With GATED w holds N gate rows, then N up rows.
+    """
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -44,11 +49,15 @@ def _multiply_add(
     rows = n[:, None] < N
     at = w + n[:, None].to(tl.int64) * K + k[None, :]
     tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    up = tile
+    if GATED:
+        beside = at + N.to(tl.int64) * K
+        up = tl.load(beside, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
     if WHOLE:
         # All rows are loaded before a store that would hold their loads back.
-        weights = tile.to(tl.float32)
+        dtype: tl.constexpr = out.dtype.element_ty
         x0 = tl.load(x + k, mask=k < K, other=0.0)
         x1, x2, x3 = x0, x0, x0
         if ROWS > 1:
@@ -57,13 +66,13 @@ def _multiply_add(
             x2 = tl.load(x + 2 * x_row + k, mask=k < K, other=0.0)
         if ROWS > 3:
             x3 = tl.load(x + 3 * x_row + k, mask=k < K, other=0.0)
-        tl.store(out + n, _total(weights, x0).to(out.dtype.element_ty), mask=n < N)
+        tl.store(out + n, _total(tile, up, x0, GATED, dtype), mask=n < N)
         if ROWS > 1:
-            tl.store(out + N + n, _total(weights, x1).to(out.dtype.element_ty), mask=n < N)
+            tl.store(out + N + n, _total(tile, up, x1, GATED, dtype), mask=n < N)
         if ROWS > 2:
-            tl.store(out + 2 * N + n, _total(weights, x2).to(out.dtype.element_ty), mask=n < N)
+            tl.store(out + 2 * N + n, _total(tile, up, x2, GATED, dtype), mask=n < N)
         if ROWS > 3:
-            tl.store(out + 3 * N + n, _total(weights, x3).to(out.dtype.element_ty), mask=n < N)
+            tl.store(out + 3 * N + n, _total(tile, up, x3, GATED, dtype), mask=n < N)
     else:
         acc = tl.zeros((BN, BK), tl.float32)
         for start in range(0, K, BK):
@@ -80,8 +89,20 @@ def _multiply_add(
 
 
 @triton.jit
-def _total(weights: tl.tensor, x: tl.tensor) -> tl.tensor:
-    return tl.sum(weights * x.to(tl.float32)[None, :], 1)
+def _total(tile: tl.tensor, up: tl.tensor, x: tl.tensor, GATED: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """A row's outputs by whole rows of weights."""
+    value = x.to(tl.float32)[None, :]
+    total = tl.sum(tile.to(tl.float32) * value, 1)
+    if GATED:
+        total = _gated(total, tl.sum(up.to(tl.float32) * value, 1), dtype)
+    return total.to(dtype)
+
+
+@triton.jit
+def _gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up, of values rounded as products of their own would store them."""
+    gate = gate.to(dtype).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,22 +124,27 @@ def _few_rows(
     AHEAD: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Split s multiplies columns s * chunk .. of x and w into out[s, :rows, :], M rows a program.
 
     Blocks of rows that share weights are neighbours in the launch order, so that the L2 cache serves all but one.
     SWAP puts the weights on the side of the tensor core's wide dimension. Before the wait FIRST tiles of weights, 0 to
-    2, are loaded, and AHEAD further ones asked into the L2 cache.
+    2, are loaded, and AHEAD further ones asked into the L2 cache. With GATED, and one split, w holds N gate rows, then
+    N up rows, and a program takes BN / 2 of either.
     """
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0) // row_blocks * BN + tl.arange(0, BN)
+    OUTPUTS: tl.constexpr = BN // 2 if GATED else BN
+    first = tl.program_id(0) // row_blocks * OUTPUTS
+    n = first + tl.arange(0, BN) % OUTPUTS
     m = tl.program_id(0) % row_blocks * M + tl.arange(0, M)
     k = tl.program_id(1) * chunk + tl.arange(0, BK)
     wanted = n[:, None] < N
     row_inside = m[:, None] < rows
-    base = w + n[:, None].to(tl.int64) * K
+    line = tl.minimum(n, N - 1).to(tl.int64) + tl.arange(0, BN) // OUTPUTS * N
+    base = w + line[:, None] * K
     if FIRST > 0:
         early = tl.load(base + k[None, :], mask=wanted & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if FIRST > 1:
@@ -126,7 +152,7 @@ def _few_rows(
         early1 = tl.load(base + k1, mask=wanted & (k1 < K), other=0.0, eviction_policy="evict_first")
     if AHEAD > 0:
         # One request of the copy engine an output: all its AHEAD tiles, which lie side by side.
-        row = w + tl.minimum(n, N - 1).to(tl.int64) * K + tl.program_id(1) * chunk + FIRST * BK
+        row = w + line * K + tl.program_id(1) * chunk + FIRST * BK
         size = tl.full((BN,), AHEAD * BK * (w.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
@@ -169,15 +195,42 @@ def _few_rows(
             acc = tl.dot(early1, x1.T, acc, input_precision="ieee")
         else:
             acc = tl.dot(x1, early1.T, acc, input_precision="ieee")
+    if GATED:
+        if SWAP:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, M)), (1, 2, 0)))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (M, 2, OUTPUTS)), (0, 2, 1)))
+        acc = _gated(gate, up, out.dtype.element_ty)
+    n = first + tl.arange(0, OUTPUTS)
     if SWAP:
         to = tl.program_id(1) * rows * N + m[None, :].to(tl.int64) * N + n[:, None]
-        tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & wanted)
+        tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m[None, :] < rows) & (n[:, None] < N))
     else:
         to = tl.program_id(1) * rows * N + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=row_inside & (n[None, :] < N))
 
 
-def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def gated_product(x: Tensor, weight: Tensor, plan: RowPlan, *, pdl: bool = False) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T), rounded as `activation.silu_mul` of the stored product.
+
+    One kernel where a program of the plan has all the inputs of its outputs, else a product and `silu_mul`.
+
+    Args:
+        x: [rows, K], as `row_product` takes it.
+        weight: [2 * inter, K], contiguous: gate, then up.
+    Returns:
+        [rows, inter] in x's dtype.
+    """
+    one = plan.kind != "library" and plan.splits == 1 and plan.block_n > 1
+    if one and (plan.kind != "fma" or x.shape[1] <= plan.block_k):
+        return row_product(x, weight, plan, gated=True, pdl=pdl)
+    product = row_product(x, weight, plan, pdl=pdl and plan.kind != "library")
+    return silu_mul(product, dtype=x.dtype, pdl=pdl)
+
+
+def row_product(
+    x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None = None, gated: bool = False, pdl: bool = False
+) -> Tensor:
     """x @ weight.T without a bias.
 
     A `dot` or `swap` plan gives a row the same bits whatever rows stand beside it.
@@ -186,6 +239,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         x: [rows, K], contiguous along K; an `fma` plan takes one row, or up to four where its block holds all of K.
         weight: [N, K], contiguous.
         out: where to put the result; partial sums are float32 [plan.splits, rows, N].
+        gated: end in the activation of `gated_product`, which says what plans can.
     Returns:
         [rows, N] in x's dtype where the plan has one split, else partial sums.
 
@@ -193,7 +247,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         ValueError: rows or a layout that the plan's kernel does not take.
     """
     rows, k = x.shape
-    n = weight.shape[0]
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
     if plan.kind == "library":
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
     whole = k <= plan.block_k
@@ -204,7 +258,8 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         shape = (rows, n) if plan.splits == 1 else (plan.splits, rows, n)
         out = torch.empty(shape, dtype=x.dtype if plan.splits == 1 else torch.float32, device=x.device)
     if plan.kind == "fma":
-        _multiply_add[(triton.cdiv(n, plan.block_n),)](
+        block = plan.block_n // 2 if gated else plan.block_n
+        _multiply_add[(triton.cdiv(n, block),)](
             x,
             weight,
             out,
@@ -212,10 +267,11 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
             k,
             x.stride(0),
             ROWS=rows,
-            BN=plan.block_n,
+            BN=block,
             BK=plan.block_k,
             EVEN=k % plan.block_k == 0,
             WHOLE=whole,
+            GATED=gated,
             PDL=pdl,
             num_warps=plan.warps,
             launch_pdl=pdl,
@@ -225,7 +281,8 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
     even = k % step == 0
     chunk = triton.cdiv(k, step) * plan.block_k
     row_blocks = triton.cdiv(rows, plan.block_m)
-    _few_rows[(triton.cdiv(n, plan.block_n) * row_blocks, plan.splits)](
+    outputs = plan.block_n // 2 if gated else plan.block_n
+    _few_rows[(triton.cdiv(n, outputs) * row_blocks, plan.splits)](
         x,
         weight,
         out,
@@ -243,6 +300,7 @@ def row_product(x: Tensor, weight: Tensor, plan: RowPlan, *, out: Tensor | None 
         AHEAD=plan.ahead if pdl and even and (plan.first + plan.ahead) * step <= k else 0,
         SWAP=plan.kind == "swap",
         EVEN=even,
+        GATED=gated,
         PDL=pdl,
         num_warps=plan.warps,
         launch_pdl=pdl,
