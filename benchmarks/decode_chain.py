@@ -137,7 +137,7 @@ class Chain:
             )  # fmt: skip
             return attention_triton.paged_attention(
                 q, *layer.caches, self.table, self.positions, g.head_dim**-0.5, parts=self.parts,
-                gate=mixed[..., g.head_dim :], settled=True, pdl=pdl,
+                gate=mixed[..., g.head_dim :], settled=self.position, pdl=pdl,
             )  # fmt: skip
         arguments = (layer.delta, mixed, *layer.caches)
         if self.replay:

@@ -66,7 +66,7 @@ def test_heads_are_normed_rotated_and_stored(
         assert close(got.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("unsettled", [None, 0, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows,heads,kv_heads,dim,page,lengths,parts,gate_splits",
@@ -76,7 +76,7 @@ def test_heads_are_normed_rotated_and_stored(
 )  # fmt: skip
 def test_attention_over_pages(
     rows: int, heads: int, kv_heads: int, dim: int, page: int, lengths: list[int], parts: int | None,
-    gate_splits: int | None, dtype: torch.dtype, settled: bool,
+    gate_splits: int | None, dtype: torch.dtype, unsettled: int | None,
 ) -> None:  # fmt: skip
     batch = len(lengths)
     table, count = pages_for([n + rows for n in lengths], page)
@@ -102,7 +102,7 @@ def test_attention_over_pages(
     before = k_pool.clone(), v_pool.clone()
     got = attention_triton.paged_attention(
         q, k_pool, v_pool, table, positions, dim**-0.5, parts=parts, keys=16 if DEVICE.type == "cpu" else 32, gate=gate,
-        settled=settled,
+        settled=None if unsettled is None else (positions[:, 0] - unsettled).clamp(min=0),
     )  # fmt: skip
     # The plain function reads whole pages: what lies past a sequence's end must be finite there.
     expected = attention.paged_attention(

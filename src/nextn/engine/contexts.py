@@ -30,11 +30,11 @@ class Rows:
             position, known to the host.
 
     Attributes:
-        settled: whether keys and values below each sequence's first row were stored by earlier rounds or a prefill,
-            not by kernels that may still run.
+        settled: [batch], positions of each sequence whose keys and values earlier rounds or a prefill stored, not
+            kernels that may still run; None where that is not known.
     """
 
-    settled = False
+    settled: Tensor | None = None
 
     def __init__(
         self,

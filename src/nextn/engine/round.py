@@ -56,7 +56,7 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
     # Older than the chain of kernels, some of which read it before they wait for those ahead; and not copied again.
     where.first = batch.lengths
-    where.settled = True
+    where.settled = settled = batch.lengths
     post, pre = runner.target_rows(rows, where)
     logits = runner.logits(post)
     tokens, accepted, broken = _accept(runner, logits, batch, positions)
@@ -71,16 +71,16 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
         out, recycled = runner.head_rows(tokens, runner.target.head_hidden(post, pre), where)
         batch.head_out = _row(out, accepted)
         batch.head_hidden = batch.head_out if recycled is out else _row(recycled, accepted)
-        draft(runner, cache, batch, k)
+        draft(runner, cache, batch, k, settled)
     return result
 
 
-def draft(runner: Runner, cache: Cache, batch: Batch, k: int) -> None:
-    """Draft k tokens anew from the head states that the batch carries, in place."""
+def draft(runner: Runner, cache: Cache, batch: Batch, k: int, settled: Tensor | None = None) -> None:
+    """Draft k tokens anew from the head states that the batch carries, in place; `settled` as in `Rows`."""
     assert batch.head_out is not None
     assert batch.head_hidden is not None
     batch.drafts, batch.draft_probs = draft_tokens(
-        runner, cache, batch, batch.head_out, batch.head_hidden, k, bound=batch.bound + max(k - 1, 0)
+        runner, cache, batch, batch.head_out, batch.head_hidden, k, bound=batch.bound + max(k - 1, 0), settled=settled
     )
 
 
@@ -98,7 +98,15 @@ def set_draft_tokens(runner: Runner, cache: Cache, batch: Batch, k: int) -> None
 
 
 def draft_tokens(
-    runner: Runner, cache: Cache, batch: Batch, out: Tensor, recycled: Tensor, k: int, *, bound: int
+    runner: Runner,
+    cache: Cache,
+    batch: Batch,
+    out: Tensor,
+    recycled: Tensor,
+    k: int,
+    *,
+    bound: int,
+    settled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """d1..dK from the extend's row and K - 1 single-row steps; writes only the draft pool.
 
@@ -106,6 +114,7 @@ def draft_tokens(
         batch: already moved on: lengths count the kept rows, the bonus is the new one.
         out, recycled: [batch, 1, hidden] of the head at the last committed position.
         bound: keys to look at.
+        settled: as in `Rows`.
     Returns:
         (drafts [batch, K], the probabilities they were drawn from [batch, K, vocab] or None when all are greedy).
     """
@@ -115,6 +124,7 @@ def draft_tokens(
     for step in range(k):
         if step:
             where = Rows(cache, batch.table, ahead[step - 1][:, None], bound, batch.slots, batch.committed)
+            where.settled = settled
             out, recycled = runner.head_rows(token, recycled, where, step)
         token, law = _draft(runner, runner.draft_logits(out), batch, drafts)
         drafts = torch.cat((drafts, token), 1) if step else token

@@ -67,6 +67,7 @@ def _attend(
     v_pool: tl.tensor,
     table: tl.tensor,
     positions: tl.tensor,
+    settled: tl.tensor,
     part: tl.tensor,
     stats: tl.tensor,
     table_row: tl.tensor,
@@ -107,7 +108,7 @@ def _attend(
     if SETTLED:
         key = begin + tl.arange(0, KEYS)
         at = _places(pages, key, key < length, kv_head, PAGE, KV_HEADS, DIM)[:, None] + d[None, :]
-        fresh = tl.load(positions + batch * ROWS).to(tl.int32)
+        fresh = tl.load(settled + batch).to(tl.int32)
         old = (key < fresh)[:, None] & inside
         old_keys = tl.load(k_pool + at, mask=old, other=0.0)
         old_values = tl.load(v_pool + at, mask=old, other=0.0)
@@ -201,7 +202,7 @@ def paged_attention(
     pad_rows: int = 1,
     keys: int = KEYS,
     gate: Tensor | None = None,
-    settled: bool = False,
+    settled: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Causal attention of the rows over the pages, which already hold the rows' own keys and values.
@@ -217,8 +218,8 @@ def paged_attention(
         pad_rows: with the same `pad_rows` and `parts`, rows give the same bits in a call of any number of rows up to
             it.
         gate: the merged product's columns from the first gate on, as in `activation_triton.sigmoid_mul`.
-        settled: keys and values below each sequence's first row were stored before the chain of dependent launches
-            began (see `support`), so some of them are loaded before the wait.
+        settled: [batch], positions of each sequence whose keys and values were stored before the chain of dependent
+            launches began (see `support`); some of them are loaded before the wait.
     Returns:
         [batch * rows, heads * head_dim] in q's dtype.
     """
@@ -238,6 +239,7 @@ def paged_attention(
         v_pool,
         table,
         positions,
+        settled if settled is not None else positions,
         part,
         stats,
         table.stride(0),
@@ -252,7 +254,7 @@ def paged_attention(
         PAGE=page,
         PARTS=parts,
         STAGES=2,
-        SETTLED=settled,
+        SETTLED=settled is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
