@@ -66,7 +66,8 @@ def compile_runner(dtype: torch.dtype, *, replay: bool) -> None:
     logits = runner.logits(torch.zeros(2, 4, model.config.hidden, dtype=dtype))
     drafts = torch.zeros(2, 3, dtype=torch.int64)
     runner.best(logits[:, :1])
-    runner.accept_best(logits, drafts)
+    tokens, accepted, broken = runner.accept_best(logits, drafts)
+    runner.settle(committed, tokens, accepted, drafts, broken)
     params = [SamplingParams(temperature=0.7, top_p=0.9, top_k=9, min_p=0.1), SamplingParams(temperature=0.0)]
     state = SamplingState.build(params, [[0]] * 2, vocab_size=model.config.vocab)
     probs = runner.process(logits, state, drafts)

@@ -48,12 +48,20 @@ def test_the_stream_may_be_updated_in_place() -> None:
     assert torch.equal(residual, expected[1])
 
 
-def test_two_norms_fill_one_wide_tensor() -> None:
-    embedding, hidden, scale = randn(3, 64), randn(3, 64, seed=1), randn(64, seed=2)
-    wide = poison(3, 128)
-    norm_triton.rms_norm(embedding, scale, 1e-6, out=wide[:, :64])
-    norm_triton.rms_norm(hidden, scale, 1e-6, out=wide[:, 64:])
-    assert close(wide, torch.cat([norm.rms_norm(t, scale, 1e-6) for t in (embedding, hidden)], -1))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,hidden", [(3, 64), (1, 96), real(4, 2560)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_norms_fill_one_wide_tensor(dtype: torch.dtype, rows: int, hidden: int, first: int) -> None:
+    table, x = randn(9, hidden, dtype=dtype), randn(rows, 2 * hidden, dtype=dtype, seed=1)[:, :hidden]
+    ids = torch.tensor([8, 0, 3, 3], device=table.device)[:rows]
+    scales = [1 + 0.1 * randn(hidden, seed=s) for s in (2, 3)]
+    wide = poison(rows + 2, 2 * hidden, dtype=dtype)
+    halves = wide[1:-1, :hidden], wide[1:-1, hidden:]
+    out = halves[first], halves[1 - first]
+    norm_triton.rms_norm_pair(table, ids, scales[0], 1e-6, x, scales[1], 1e-5, out=out)
+    assert close(out[0], norm.rms_norm(table[ids], scales[0], 1e-6))
+    assert close(out[1], norm.rms_norm(x, scales[1], 1e-5))
+    assert wide[[0, -1]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,7 +71,3 @@ def test_rows_of_an_embedding_are_picked_by_id(dtype: torch.dtype) -> None:
     normed, stream = norm_triton.add_rms_norm(table, None, scale, 1e-6, ids=ids)
     assert torch.equal(stream, table[ids])
     assert close(normed, norm.rms_norm(table[ids], scale, 1e-6))
-    wide = poison(4, 192, dtype=dtype)
-    norm_triton.rms_norm(table, scale, 1e-6, out=wide[:, 96:], ids=ids)
-    assert torch.equal(wide[:, 96:], normed)
-    assert wide[:, :96].isnan().all()

@@ -80,6 +80,26 @@ def test_greedy_acceptance_of_nothing() -> None:
     assert not broken.any()
 
 
+@pytest.mark.parametrize("batch,steps", [(1, 3), (3, 0), (5, 1), (2, 8)])
+def test_what_follows_from_acceptance(batch: int, steps: int) -> None:
+    generator = torch.Generator().manual_seed(batch)
+    tokens, wide, lengths = (
+        torch.randint(0, 1000, shape, generator=generator).to(DEVICE)
+        for shape in ((batch, steps + 1), (batch, steps + 2), (batch,))
+    )
+    drafts, accepted = wide[:, 1 : steps + 1], lengths % (steps + 1)
+    broken = lengths % 3 == 0
+    got = tokens_triton.settle(lengths, tokens, accepted, drafts, broken)
+    expected = sampling.settle(lengths, tokens, accepted, drafts, broken)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+    for b in range(batch):
+        kept = int(accepted[b]) + 1
+        assert [int(t[b]) for t in expected[:3]] == [kept, int(lengths[b]) + kept, int(tokens[b, kept - 1])]
+        outcome = [*tokens[b].tolist(), kept - 1, *drafts[b].tolist(), int(broken[b])]
+        assert expected.outcome[b].tolist() == outcome
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),

@@ -39,15 +39,26 @@ class HostRound:
 
 def to_host(result: RoundResult, params: Sequence[SamplingParams]) -> HostRound:
     """Wait for a result and bring it over, with what the requests of `params` want reported."""
-    tokens = result.tokens.tolist()
+    rows = result.outcome.tolist()
     asking = [row for row, p in enumerate(params) if p.logprobs is not None]
     logprobs: list[list[TokenLogprob]] = [[] for _ in params]
     if asking:
         most = max(p.logprobs for p in params if p.logprobs is not None)
         found = token_logprobs(result.logits[asking], result.tokens[asking], most)
         for row, *values in zip(asking, *(t.tolist() for t in found), strict=True):
-            logprobs[row] = listed(params[row], tokens[row], *values)
-    return HostRound(tokens, result.accepted.tolist(), result.drafts.tolist(), result.broken.tolist(), logprobs)
+            logprobs[row] = listed(params[row], rows[row][: result.tokens.shape[1]], *values)
+    return host_round(rows, result.drafts.shape[1], logprobs)
+
+
+def host_round(rows: Sequence[list[int]], k: int, logprobs: list[list[TokenLogprob]]) -> HostRound:
+    """Take apart what `sampling.settle` laid side by side; what follows in a row is left."""
+    return HostRound(
+        [row[: k + 1] for row in rows],
+        [row[k + 1] for row in rows],
+        [row[k + 2 : 2 * k + 2] for row in rows],
+        [bool(row[2 * k + 2]) for row in rows],
+        logprobs,
+    )
 
 
 def listed(

@@ -18,7 +18,7 @@ from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows, keep_inputs, prefill_delta
 from nextn.engine.draft_vocab import DraftVocab
 from nextn.engine.runner import PlainRunner
-from nextn.engine.sampling import ACCEPT, DRAW, LANES, SamplingState, accept_greedy, adjust
+from nextn.engine.sampling import ACCEPT, DRAW, LANES, SamplingState, Settled, accept_greedy, adjust
 from nextn.kernels import (
     activation_triton,
     attention,
@@ -138,12 +138,12 @@ class FusedRunner(PlainRunner):
         width = hidden.shape[-1]
         both = torch.empty(ids.numel(), 2 * width, dtype=self.dtype, device=ids.device)
         halves = both[:, :width], both[:, width:]
-        to_embed, to_hidden = halves if fusion.embed_first else halves[::-1]
-        for x, rows, to, n in (
-            (self.draft.embed.weight, ids.reshape(-1).contiguous(), to_embed, fusion.embed_norm),
-            (hidden.reshape(-1, width), None, to_hidden, fusion.hidden_norm),
-        ):
-            norm_triton.rms_norm(x, n.scale, n.eps, out=to, ids=rows, pdl=pdl)
+        embed, state = fusion.embed_norm, fusion.hidden_norm
+        norm_triton.rms_norm_pair(
+            self.draft.embed.weight, ids.reshape(-1).contiguous(), embed.scale, embed.eps,
+            hidden.reshape(-1, width), state.scale, state.eps,
+            out=halves if fusion.embed_first else halves[::-1], pdl=pdl,
+        )  # fmt: skip
         x = self._product(both, fusion.fuse.weight, ids.shape[0], where)
         x, residual = self._layer(block, x, None, where, self.cache.draft_k, self.cache.draft_v)
         out, stream = norm_triton.add_rms_norm(x, residual, norm.scale, norm.eps, dtype=self.dtype, pdl=pdl)
@@ -191,6 +191,9 @@ class FusedRunner(PlainRunner):
         return tokens_triton.accept(
             probs, drafts, draft_probs, draws[..., ACCEPT], draws[..., DRAW], pdl=self.dependent
         )
+
+    def settle(self, lengths: Tensor, tokens: Tensor, accepted: Tensor, drafts: Tensor, broken: Tensor) -> Settled:
+        return Settled(*tokens_triton.settle(lengths, tokens, accepted, drafts, broken, pdl=self.dependent))
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         out = self._product(hidden.reshape(-1, hidden.shape[-1]), weight, hidden.shape[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nextn.engine.batch import Batch, widened
 from nextn.engine.cache import Cache
-from nextn.engine.executor import HostRound, listed
+from nextn.engine.executor import HostRound, host_round, listed
 from nextn.engine.logits import SamplingState, power_of_two
 from nextn.engine.params import SamplingParams
 from nextn.engine.request import TokenLogprob
@@ -84,13 +84,12 @@ class Captured:
         """
         work = replace(self.state)
         result = decode_round(self.runner, self.cache, work)
-        out = [result.tokens, result.accepted[:, None], result.drafts, result.broken[:, None].to(torch.int64)]
+        outcome = result.outcome
         logs = result.logits.new_empty(0, dtype=torch.float32)
         if work.sampling.plan.reported is not None:
             chosen, ids, best = token_logprobs(result.logits, result.tokens, work.sampling.plan.reported)
-            out.append(ids.flatten(1))
+            outcome = torch.cat((outcome, ids.flatten(1)), 1)
             logs = torch.cat((chosen[..., None], best), -1)
-        outcome = torch.cat(out, 1)
         work.lengths, work.committed = torch._foreach_mul([work.lengths, work.committed], [self.active] * 2)
         _copy(work, self.state, sampling=False)
         return outcome, logs
@@ -199,13 +198,7 @@ class GraphExecutor:
                     found = (logs[row, :, 0], ids[row], logs[row, :, 1:])
                     logprobs[row] = listed(asked, rows[row][: k + 1], *(t.tolist() for t in found))
         self.free += [host, logs]
-        return HostRound(
-            [row[: k + 1] for row in rows],
-            [row[k + 1] for row in rows],
-            [row[k + 2 : 2 * k + 2] for row in rows],
-            [bool(row[2 * k + 2]) for row in rows],
-            logprobs,
-        )
+        return host_round(rows, k, logprobs)
 
     def _copied(self, out: Tensor) -> Tensor:
         """Queue the copy of a result into pinned memory."""

@@ -17,7 +17,7 @@ from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows
 from nextn.engine.round import RoundResult, draft
 from nextn.engine.runner import Runner
-from nextn.engine.sampling import DRAW, SamplingState, adjust, broken_logits, process, sample, uniforms
+from nextn.engine.sampling import DRAW, SamplingState, adjust, broken_logits, process, sample, settle, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,9 @@ def prefill_end(
         following = torch.cat((ids[:, 1:], token), 1)
         out, recycled = runner.head_rows(following, runner.target.head_hidden(post, pre), where)
         batch.head_out, batch.head_hidden = out[:, -1:], recycled[:, -1:]
-    nothing = torch.zeros_like(lengths)
-    return batch, RoundResult(token, nothing, batch.drafts, logits, broken_logits(logits))
+    nothing, broken = torch.zeros_like(lengths), broken_logits(logits)
+    outcome = settle(lengths, token, nothing, batch.drafts, broken).outcome
+    return batch, RoundResult(token, nothing, batch.drafts, logits, broken, outcome)
 
 
 def page_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:

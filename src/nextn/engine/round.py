@@ -32,6 +32,7 @@ class RoundResult:
         drafts: [batch, K], what was verified.
         logits: [batch, K + 1, vocab] of the target.
         broken: [batch] bool, as `broken_logits` of the target's logits.
+        outcome: tokens, accepted, drafts and broken as `sampling.settle` lays them side by side for the host.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class RoundResult:
     drafts: Tensor
     logits: Tensor
     broken: Tensor
+    outcome: Tensor
 
 
 def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
@@ -56,22 +58,20 @@ def decode_round(runner: Runner, cache: Cache, batch: Batch) -> RoundResult:
     where = Rows(cache, batch.table, positions, batch.bound + k + 1, batch.slots, batch.committed)
     # Older than the chain of kernels, some of which read it before they wait for those ahead; and not copied again.
     where.first = batch.lengths
-    where.settled = settled = batch.lengths
+    where.settled = before = batch.lengths
     post, pre = runner.target_rows(rows, where)
     logits = runner.logits(post)
     tokens, accepted, broken = _accept(runner, logits, batch, positions)
-    result = RoundResult(tokens, accepted, batch.drafts, logits, broken)
-    kept = accepted + 1
-    batch.sampling.commit(tokens, kept)
-    batch.lengths = batch.lengths + kept
-    batch.committed = kept
-    batch.bonus = tokens.gather(1, accepted[:, None])[:, 0]
+    settled = runner.settle(batch.lengths, tokens, accepted, batch.drafts, broken)
+    result = RoundResult(tokens, accepted, batch.drafts, logits, broken, settled.outcome)
+    batch.sampling.commit(tokens, settled.kept)
+    batch.lengths, batch.committed, batch.bonus = settled.lengths, settled.kept, settled.bonus
     batch.bound += k + 1
     if batch.head_out is not None:
         out, recycled = runner.head_rows(tokens, runner.target.head_hidden(post, pre), where)
         batch.head_out = _row(out, accepted)
         batch.head_hidden = batch.head_out if recycled is out else _row(recycled, accepted)
-        draft(runner, cache, batch, k, settled)
+        draft(runner, cache, batch, k, before)
     return result
 
 
@@ -119,6 +119,7 @@ def draft_tokens(
         (drafts [batch, K], the probabilities they were drawn from [batch, K, vocab] or None when all are greedy).
     """
     drafts = token = batch.lengths.new_empty((batch.size, 0))
+    state, each = batch.sampling, list[Tensor]()
     ahead = batch.lengths + cache.offsets[: k - 1, None] if k > 1 else batch.lengths[None]
     probs: list[Tensor] = []
     for step in range(k):
@@ -127,7 +128,9 @@ def draft_tokens(
             where.settled = settled
             out, recycled = runner.head_rows(token, recycled, where, step)
         token, law = _draft(runner, runner.draft_logits(out), batch, drafts)
-        drafts = torch.cat((drafts, token), 1) if step else token
+        each.append(token)
+        if step == k - 1 or not state.plan.all_greedy or state.plan.adjusts:
+            drafts = torch.cat(each, 1) if step else token
         if law is not None:
             probs.append(law)
     return drafts, torch.cat(probs, 1) if probs else None

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from nextn.engine.contexts import DraftContext, Rows, TargetContext
 from nextn.engine.draft_vocab import DraftVocab
-from nextn.engine.sampling import SamplingState, accept, accept_greedy, broken_logits, process, sample, uniforms
+from nextn.engine.sampling import (
+    SamplingState,
+    Settled,
+    accept,
+    accept_greedy,
+    broken_logits,
+    process,
+    sample,
+    settle,
+    uniforms,
+)
 from nextn.models.decoder import Decoder, Drafter
 
 
@@ -65,6 +75,10 @@ class Runner(Protocol):
         """Rejection sampling (`engine.sampling.accept`): (tokens, accepted)."""
         ...
 
+    def settle(self, lengths: Tensor, tokens: Tensor, accepted: Tensor, drafts: Tensor, broken: Tensor) -> Settled:
+        """What follows from a round's acceptance (`engine.sampling.settle`)."""
+        ...
+
 
 class PlainRunner:
     """Runs the modules; any device, dtype and number of rows.
@@ -107,3 +121,6 @@ class PlainRunner:
 
     def accept(self, probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, draws: Tensor) -> tuple[Tensor, Tensor]:
         return accept(probs, drafts, draft_probs, draws)
+
+    def settle(self, lengths: Tensor, tokens: Tensor, accepted: Tensor, drafts: Tensor, broken: Tensor) -> Settled:
+        return settle(lengths, tokens, accepted, drafts, broken)

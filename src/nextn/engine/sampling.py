@@ -9,6 +9,8 @@ Shapes: B sequences, T rows a sequence, K draft tokens, V ids.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,37 @@ def broken_logits(logits: Tensor) -> Tensor:
         [B] bool.
     """
     return ~logits.amax(-1).isfinite().all(-1)
+
+
+class Settled(NamedTuple):
+    """What follows from a round's acceptance.
+
+    Attributes:
+        kept: [batch], new tokens: the accepted drafts and one more.
+        lengths: [batch], with them.
+        bonus: [batch], the last of them.
+        outcome: [batch, 2 * K + 3] int64, what the host reads, side by side: tokens, accepted, drafts, broken.
+    """
+
+    kept: Tensor
+    lengths: Tensor
+    bonus: Tensor
+    outcome: Tensor
+
+
+def settle(lengths: Tensor, tokens: Tensor, accepted: Tensor, drafts: Tensor, broken: Tensor) -> Settled:
+    """Move sequences on by what a round decided.
+
+    Args:
+        lengths: [batch] int64, before it.
+        tokens: [batch, K + 1].
+        accepted: [batch].
+        drafts: [batch, K].
+        broken: [batch] bool.
+    """
+    kept = accepted + 1
+    outcome = torch.cat((tokens, accepted[:, None], drafts, broken[:, None].to(torch.int64)), 1)
+    return Settled(kept, lengths + kept, tokens.gather(1, accepted[:, None])[:, 0], outcome)
 
 
 def accept_greedy(choices: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:

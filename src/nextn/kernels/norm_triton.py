@@ -1,4 +1,4 @@
-"""The Triton kernel of `norm.add_rms_norm` and `norm.rms_norm`: one program a row."""
+"""The Triton kernels of `norm.add_rms_norm` and of two `norm.rms_norm` at once: one program a row."""
 
 from __future__ import annotations
 
@@ -123,14 +123,79 @@ def add_rms_norm(
     return out, stream
 
 
-def rms_norm(
+@triton.jit
+def _rms_norm_pair(
+    table: tl.tensor,
+    ids: tl.tensor,
+    x: tl.tensor,
+    table_scale: tl.tensor,
+    x_scale: tl.tensor,
+    table_out: tl.tensor,
+    x_out: tl.tensor,
+    table_row: tl.tensor,
+    x_row: tl.tensor,
+    out_row: tl.tensor,
+    table_eps: tl.tensor,
+    x_eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A row of the table, or of x."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    picks = tl.program_id(1) == 0
+    at = tl.arange(0, BLOCK)
+    inside = at < HIDDEN
+    weight = tl.load((table_scale if picks else x_scale) + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if picks:
+        source = table + tl.load(ids + row) * table_row
+    else:
+        source = x + row.to(tl.int64) * x_row
+    value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value) / HIDDEN + (table_eps if picks else x_eps))
+    out = table_out if picks else x_out
+    tl.store(out + row * out_row + at, (value * weight).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm_pair(
+    table: Tensor,
+    ids: Tensor,
+    table_scale: Tensor,
+    table_eps: float,
     x: Tensor,
-    scale: Tensor,
-    eps: float,
+    x_scale: Tensor,
+    x_eps: float,
     *,
-    out: Tensor | None = None,
-    ids: Tensor | None = None,
+    out: tuple[Tensor, Tensor],
     pdl: bool = False,
-) -> Tensor:
-    """x / rms(x) * scale for stored x [rows, hidden]; `out` may be columns of a wider tensor; ids as above."""
-    return add_rms_norm(x, None, scale, eps, out=out, ids=ids, pdl=pdl)[0]
+) -> None:
+    """`norm.rms_norm` of an embedding's rows `ids` [rows] into out[0] and of x [rows, hidden] into out[1], at once.
+
+    Args:
+        table, x: of one dtype, rows contiguous.
+        out: [rows, hidden] each; columns of one wider tensor.
+    """
+    rows, hidden = x.shape
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_pair[(rows, 2)](
+        table,
+        ids,
+        x,
+        table_scale,
+        x_scale,
+        *out,
+        table.stride(0),
+        x.stride(0),
+        out[0].stride(0),
+        table_eps,
+        x_eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
