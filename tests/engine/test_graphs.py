@@ -45,10 +45,12 @@ PLANS = {
     "32": WIDE,
 }
 """Own products, with weights read before the wait of a dependent launch; the measured table lists no such shapes."""
+OTHERS = {**PLANS, "4": {"kind": "fma", "block_n": 2, "block_k": 1024}, "16": SPLIT}
+"""Of weights with fewer outputs than inputs."""
 ASKED: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"min_tokens": 9}, {"logit_bias": {3: 2.0}, "logprobs": 0}]
 
 
-MANY = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 64}
+MANY = {"linear_num_key_heads": 16, "linear_num_value_heads": 64, "linear_value_head_dim": 64}
 """Heads of the delta net that fill a card: their programs differ from those of few (`delta_triton.program_of`)."""
 
 
@@ -62,7 +64,8 @@ def models(dtype: torch.dtype, many: bool = False) -> tuple[Decoder, Drafter]:
 
 
 def plans_of(target: Decoder) -> RowPlans:
-    return RowPlans({f"{w.shape[0]}x{w.shape[1]}": PLANS for w in target.parameters() if w.dim() == 2})
+    shapes = [w.shape for w in target.parameters() if w.dim() == 2]
+    return RowPlans({f"{n}x{k}": PLANS if n > k else OTHERS for n, k in shapes})
 
 
 def start(

@@ -65,7 +65,7 @@ def test_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) 
     [(1, 40, 64, FMA), (4, 33, 100, RowPlan("fma", 4, 128)), (2, 7, 64, RowPlan("fma", 2, 64)), (1, 20, 192, FMA),
      (3, 33, 64, RowPlan("fma", 1, 64)), (4, 50, 128, RowPlan("swap", 64, 64, stages=2)), (5, 70, 100, DOT),
      (3, 70, 100, RowPlan("dot", 32, 64, first=1)), (20, 33, 192, RowPlan("swap", 32, 64, block_m=32, first=2)),
-     (3, 10, 64, LIBRARY), real(4, 3584, 1024, RowPlan("swap", 128, 128, stages=4, ahead=4, first=2)),
+     (3, 10, 64, LIBRARY), real(4, 3584, 1024, RowPlan("swap", 64, 128, stages=4, ahead=4, first=2)),
      real(1, 9216, 2560, RowPlan("fma", 2, 4096)), real(4, 3584, 1024, RowPlan("fma", 4, 1024)),
      real(32, 12288, 4096, RowPlan("dot", 64, 64, stages=4, block_m=32))],
 )  # fmt: skip
