@@ -24,9 +24,11 @@ from benchmarks.gpu_timing import provenance
 HERE = Path(__file__).parent
 RESULTS = Path("/tmp/o")
 """Where SGLang's benchmark leaves its own results."""
+CONTEXT = 640
+"""Positions that nextn attends to: the middle of those of SGLang's benchmark, 512 to 768."""
 NOTE = (
     "The geometries were run one after the other, each engine alone on its card. "
-    "nextn at 1,024 positions of context, SGLang at 512 to 768."
+    f"nextn at {CONTEXT} positions of context, SGLang at 512 to 768."
 )
 
 
@@ -34,8 +36,8 @@ def ours(geometry: str, batches: list[int]) -> dict[int, dict[str, Any]]:
     """Rows of decode.py by batch size, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "decode.json"
-        command = [sys.executable, str(HERE / "decode.py"), "--geometry", geometry, "--out", str(out), "--batch"]
-        subprocess.run([*command, *map(str, batches)], check=True)
+        command = [sys.executable, str(HERE / "decode.py"), "--geometry", geometry, "--context", str(CONTEXT)]
+        subprocess.run([*command, "--out", str(out), "--batch", *map(str, batches)], check=True)
         rows = json.loads(out.read_text())["rows"]
     return {row["batch"]: row for row in rows if row["draft_vocab"] is None}
 

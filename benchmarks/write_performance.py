@@ -2,7 +2,7 @@
 
     python benchmarks/write_performance.py
 
-Records of earlier forms of the benchmarks are taken too. What these did not measure soundly is left out.
+What a record was made without, such as decode.py's `--full`, is left out.
 """
 
 from __future__ import annotations
@@ -48,16 +48,15 @@ def against(ratio: float, goal: Target | None) -> str:
 
 def floors(record: dict[str, Any]) -> list[str]:
     rows = []
-    sound = all("peak_memory_other_gb" in r for r in record["rows"])
     for r in record["rows"]:
         cells = [r["geometry"], r["batch"], r["draft_tokens"], r["draft_vocab"] or "all"]
         for what in ("step", "round"):
             cells += [f"{r[f'{what}_ms']:.3f}", f"{r[f'{what}_floor_ms']:.3f}"]
             cells.append(against(ratio(r, what), target(r, what)))
         cells.append(f"{r['round_ms'] / r['step_ms']:.2f}")
-        rows.append([*cells, f"{r['peak_memory_gb']:.1f}"] if sound else cells)
+        rows.append([*cells, f"{r['peak_memory_gb']:.1f}"])
     head = ["geometry", "batch", "K", "draft vocabulary", "step ms", "floor", "ratio", "round ms", "floor", "ratio"]
-    return table([*head, "breaks even at", *(["peak GB"] if sound else [])], rows)
+    return table([*head, "breaks even at", "peak GB"], rows)
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
@@ -173,45 +172,42 @@ def extras(record: dict[str, Any]) -> list[str]:
 
 
 def separate_draft(whole: Sequence[dict[str, Any]]) -> list[str]:
-    """Rounds with the head as a second model; their memory where it was measured soundly."""
+    """Rounds with the head as a second model, and their memory."""
     apart = [r for r in whole if "separate_draft_round_ms" in r]
     if not apart:
         return []
-    text = ["`--separate-draft`: a second embedding and output head beside the target's."]
-    rows = [[r["geometry"], r["batch"], f"{r['round_ms']:.3f}", f"{r['separate_draft_round_ms']:.3f}"] for r in apart]
-    head = ["geometry", "batch", "native round ms", "separate round ms"]
-    if all("separate_draft_extra_gb" in r for r in apart):
-        other = max(r[f"{name}_other_gb"] for r in apart for name in ("peak_memory", "separate_draft_peak_memory"))
-        text = [
-            "`--separate-draft`: a second embedding and output head beside the target's, which then has no head of its",
-            "own. Peaks of memory while a round is compiled, captured and run. Allocated before: weights, a cache",
-            f"and at most {other:.2f} GB.",
-        ]
-        keys = ("peak_memory_gb", "separate_draft_peak_memory_gb", "separate_draft_extra_gb")
-        rows = [[*cells, *(f"{r[key]:.2f}" for key in keys)] for cells, r in zip(rows, apart, strict=True)]
-        head += ["native GB", "separate GB", "difference"]
-    return ["## The head as a separate draft", "", *text, "", *table(head, rows)]
+    other = max(r[f"{name}_other_gb"] for r in apart for name in ("peak_memory", "separate_draft_peak_memory"))
+    keys = ("peak_memory_gb", "separate_draft_peak_memory_gb", "separate_draft_extra_gb")
+    rows = (
+        (r["geometry"], r["batch"], f"{r['round_ms']:.3f}", f"{r['separate_draft_round_ms']:.3f}",
+         *(f"{r[key]:.2f}" for key in keys))
+        for r in apart
+    )  # fmt: skip
+    head = ["geometry", "batch", "native round ms", "separate round ms", "native GB", "separate GB", "difference"]
+    return [
+        "## The head as a separate draft",
+        "",
+        "`--separate-draft`: a second embedding and output head beside the target's, which then has no head of its",
+        "own. Peaks of memory while a round is compiled, captured and run. Allocated before: weights, a cache",
+        f"and at most {other:.2f} GB.",
+        "",
+        *table(head, rows),
+    ]
 
 
 def start_up(record: dict[str, Any]) -> list[str]:
     starts: dict[str, dict[str, Any]] = record.get("start_up", {})
     if not starts:
         return []
-    tokens = {s.get("prompt_tokens") for s in starts.values()}
-    if tokens == {None}:
-        what = "the first round, batch 1, K = 3, on a cache that was filled without a prompt."
-        cold = "empty Triton cache"
-    else:
-        lengths = listed([f"{n:,}" for n in sorted(n for n in tokens if n is not None)])
-        what = f"the first answer, batch 1, K = 3: a prompt of {lengths} tokens and a round."
-        cold = "empty caches of kernels and of their tuning"
+    lengths = listed([f"{n:,}" for n in sorted({s["prompt_tokens"] for s in starts.values()})])
     rows = ((g, s["start_up_cold_s"], s["start_up_warm_s"]) for g, s in starts.items())
     return [
         "## Start-up",
         "",
-        f"Seconds from weights on the GPU to {what}",
+        "Seconds from weights on the GPU to the first answer, batch 1, K = 3: a prompt of",
+        f"{lengths} tokens and a round.",
         "",
-        *table(["geometry", cold, "warm"], rows),
+        *table(["geometry", "empty caches of kernels and of their tuning", "warm"], rows),
     ]
 
 
