@@ -25,6 +25,7 @@ from nextn.engine.request import Request, Running
 from nextn.engine.round import RoundResult, decode_round, draft_tokens, set_draft_tokens
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import SamplingParams, SamplingState
+from nextn.kernels import attention_triton
 from nextn.kernels.row_plans import RowPlan, RowPlans
 from nextn.models.decoder import Decoder
 from nextn.models.load import load_decoder
@@ -248,6 +249,40 @@ def test_eager_rounds_take_the_plans_of_the_batch_that_graphs_pad_to(size: int, 
     decode_round(runner, cache, batch)
     # Verify and extend, and single draft steps with the logits of all heads' last rows.
     assert plans.rows == {5 * padded, padded}
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3"])
+def test_settled_keys_and_values_are_older_than_the_round(
+    kind: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What attention may load before kernels of the round are done, none of them writes: in verify, extend and drafts,
+    while K changes."""
+    m, seen = model(kind, device, dtype), set()
+    attend, plain_round, started = attention_triton.paged_attention, decode_round, dict[int, torch.Tensor]()
+
+    def watched(*args: Any, settled: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        if settled is not None:
+            k_pool, v_pool, table, positions = args[1:5]
+            for b, count in enumerate(settled.tolist()):
+                assert 0 < count <= int(positions[b, 0])
+                seen.add((count < int(positions[b, 0]), positions.shape[1]))
+                at = torch.arange(count, device=table.device)
+                page, at = table[b, at // 16], at % 16
+                for pool in (k_pool, v_pool):
+                    assert torch.equal(pool[page, at], started[pool.data_ptr()][page, at])
+        return attend(*args, settled=settled, **options)
+
+    def round_of(runner: FusedRunner, cache: Cache, batch: Batch) -> RoundResult:
+        layers = [layer for pool in pools(cache)[:4] for layer in pool]
+        started.update({layer.data_ptr(): layer.clone() for layer in layers})
+        return plain_round(runner, cache, batch)
+
+    monkeypatch.setattr(attention_triton, "paged_attention", watched)
+    monkeypatch.setitem(globals(), "decode_round", round_of)
+    rounds_of(m, [3, 0, 1, 2], fused=True, replay=True)
+    # Rows at the settled end: verify and extend; beyond it: draft steps.
+    assert seen == {(False, 4), (False, 1), (False, 2), (False, 3), (True, 1)}
 
 
 def decode(m: Decoder, k: int, prompts: list[list[int]], fused: bool) -> list[Running]:

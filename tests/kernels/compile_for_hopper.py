@@ -30,7 +30,7 @@ SIZES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 32, "linear_
 PLANS = [
     RowPlan("fma", 4, 64), RowPlan("fma", 2, 128), RowPlan("dot", 32, 64, splits=2, stages=3),
     RowPlan("swap", 64, 32, splits=2, stages=3, first=1, ahead=1),
-    RowPlan("swap", 64, 32, stages=3, first=2, ahead=2, block_m=32),
+    RowPlan("swap", 64, 32, stages=3, first=2, ahead=2, block_m=32), RowPlan("dot", 32, 64, stages=3, first=1),
 ]  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def compile_runner(dtype: torch.dtype, *, replay: bool) -> None:
     for starts in (None, [0, 16]):
         positions = torch.tensor([[3], [20]]) + torch.arange(4)
         where = Rows(cache, table, positions, 32, slots, committed, starts=starts)
+        where.settled = positions[:, 0].contiguous()
         post, pre = runner.target_rows(torch.zeros(2, 4, dtype=torch.int64), where)
         runner.head_rows(torch.zeros(2, 4, dtype=torch.int64), model.head_hidden(post, pre), where)
     logits = runner.logits(torch.zeros(2, 4, model.config.hidden, dtype=dtype))
@@ -96,7 +97,10 @@ def main() -> None:
         for plan in PLANS:
             row_product(x, weight, plan, pdl=True)
             gated_product(x, weight, plan, pdl=True)
-        row_product(torch.zeros(4, 128, dtype=dtype), weight, RowPlan("fma", 2, 128), pdl=True)
+        for outputs in (96, 2):
+            weight = torch.zeros(outputs, 128, dtype=dtype)
+            for product in (row_product, gated_product):
+                product(torch.zeros(4, 128, dtype=dtype), weight, RowPlan("fma", 2, 128), pdl=True)
     print(*sorted(compiled))
 
 

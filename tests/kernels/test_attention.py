@@ -66,7 +66,7 @@ def test_heads_are_normed_rotated_and_stored(
         assert close(got.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize("unsettled", [None, 0, 20])
+@pytest.mark.parametrize("unsettled", [None, 0, 20, -50])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows,heads,kv_heads,dim,page,lengths,parts,gate_splits",

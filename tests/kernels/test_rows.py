@@ -65,7 +65,8 @@ def test_products(rows: int, n: int, k: int, plan: RowPlan, dtype: torch.dtype) 
     [(1, 40, 64, FMA), (4, 33, 100, RowPlan("fma", 4, 128)), (2, 7, 64, RowPlan("fma", 2, 64)), (1, 20, 192, FMA),
      (3, 33, 64, RowPlan("fma", 1, 64)), (4, 50, 128, RowPlan("swap", 64, 64, stages=2)), (5, 70, 100, DOT),
      (3, 70, 100, RowPlan("dot", 32, 64, first=1)), (20, 33, 192, RowPlan("swap", 32, 64, block_m=32, first=2)),
-     (3, 10, 64, LIBRARY), real(4, 3584, 1024, RowPlan("swap", 64, 128, stages=4, ahead=4, first=2)),
+     (3, 10, 64, LIBRARY), (2, 1, 64, FMA), (3, 1, 64, RowPlan("swap", 32, 32)),
+     real(4, 3584, 1024, RowPlan("swap", 64, 128, stages=4, ahead=4, first=2)),
      real(1, 9216, 2560, RowPlan("fma", 2, 4096)), real(4, 3584, 1024, RowPlan("fma", 4, 1024)),
      real(32, 12288, 4096, RowPlan("dot", 64, 64, stages=4, block_m=32))],
 )  # fmt: skip
@@ -110,6 +111,22 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
     assert torch.equal(rows_triton.row_product(x[3:9], weight, plan), together[..., 3:9, :])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows,inter,k,plan",
+    [(19, 70, 100, FIXED), (20, 33, 192, RowPlan("dot", 32, 64, first=1)), (18, 20, 100, SWAP),
+     real(128, 3584, 1024, FIXED), real(33, 9216, 2560, RowPlan("swap", 64, 64, stages=6))],
+)  # fmt: skip
+def test_a_gated_row_has_the_same_bits_whatever_stands_beside_it(
+    rows: int, inter: int, k: int, plan: RowPlan, dtype: torch.dtype
+) -> None:
+    x, weight = randn(rows, k, dtype=dtype), randn(2 * inter, k, dtype=dtype, seed=1) * k**-0.5
+    together = rows_triton.gated_product(x, weight, plan)
+    for i in (0, 1, 16, rows - 1):
+        assert torch.equal(rows_triton.gated_product(x[i : i + 1], weight, plan)[0], together[i])
+    assert torch.equal(rows_triton.gated_product(x[3:9], weight, plan), together[3:9])
+
+
 def test_what_a_kernel_cannot_take_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rows"):
         rows_triton.row_product(randn(2, 65), randn(8, 65), FMA)
@@ -117,6 +134,12 @@ def test_what_a_kernel_cannot_take_is_refused() -> None:
         rows_triton.row_product(randn(5, 64), randn(8, 64), FMA)
     with pytest.raises(ValueError, match="contiguous"):
         rows_triton.row_product(randn(2, 64), randn(64, 32).t(), DOT)
+
+
+@pytest.mark.parametrize("plan", [LIBRARY, DOT, RowPlan("fma", 1, 128), FMA])
+def test_a_plan_that_cannot_end_in_the_activation_is_refused(plan: RowPlan) -> None:
+    with pytest.raises(ValueError, match="all 100 inputs of a gate"):
+        rows_triton.row_product(randn(1, 100), randn(8, 100), plan, gated=True)
 
 
 def test_a_table_answers_for_its_shapes_with_the_next_row_count_listed() -> None:

@@ -1,7 +1,8 @@
 """Run the rows of a round with the fused kernels, over the same parameters as the modules.
 
-A decoder layer becomes nine or ten kernels: add and norm, input product, mixer (delta step, its norm and gate; or
-q/k/v into pages, attention, combine), output product, add and norm, gate/up product, activation, down product.
+A decoder layer becomes eight to ten kernels: add and norm, input product, mixer (delta step, its norm and gate; or
+q/k/v into pages, attention, combine), output product, add and norm, gate/up product, activation (inside that product
+where its plan can), down product.
 Products with few rows may leave partial sums, which the kernel that follows adds up. With dependent launch each kernel
 is started while the one before it finishes. A prefill's many rows take the library's products and attention and the
 chunked recurrence between the same small kernels. What the kernels do not cover runs the modules.

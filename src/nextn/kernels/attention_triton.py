@@ -108,7 +108,7 @@ def _attend(
     if SETTLED:
         key = begin + tl.arange(0, KEYS)
         at = _places(pages, key, key < length, kv_head, PAGE, KV_HEADS, DIM)[:, None] + d[None, :]
-        fresh = tl.load(settled + batch).to(tl.int32)
+        fresh = tl.minimum(tl.load(settled + batch).to(tl.int32), length)
         old = (key < fresh)[:, None] & inside
         old_keys = tl.load(k_pool + at, mask=old, other=0.0)
         old_values = tl.load(v_pool + at, mask=old, other=0.0)

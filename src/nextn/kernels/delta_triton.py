@@ -178,9 +178,9 @@ def _delta(
 ) -> None:
     """SNAPSHOTS is how many a slot has, or 0 for replay; EARLY whether a row's vectors are loaded a row ahead.
 
-    Loads come in three groups, each before any store that would hold them back: what earlier rounds left, the input
-    product, and the rows' vectors, which go through `scratch` from the layout that convolves all rows at once to the
-    one that the state needs.
+    Loads come in three groups, with EARLY each before any store that would hold them back: what earlier rounds left,
+    the input product, and the rows' vectors, which go through `scratch` from the layout that convolves all rows at once
+    to the one that the state needs.
     """
     if PDL:
         gdc_launch_dependents()

@@ -51,7 +51,8 @@ def _multiply_add(
     tile = tl.load(at, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     up = tile
     if GATED:
-        beside = at + N.to(tl.int64) * K
+        # Compiled for one output N is a plain number, which has no `to`.
+        beside = w + (n[:, None] + N).to(tl.int64) * K + k[None, :]
         up = tl.load(beside, mask=rows & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
@@ -210,6 +211,12 @@ def _few_rows(
         tl.store(out + to, acc.to(out.dtype.element_ty), mask=row_inside & (n[None, :] < N))
 
 
+def _gates(plan: RowPlan, k: int) -> bool:
+    """Whether a program of the plan has all k inputs of a gate and of its up row."""
+    alone = plan.kind != "library" and plan.splits == 1 and plan.block_n > 1
+    return alone and (plan.kind != "fma" or k <= plan.block_k)
+
+
 def gated_product(x: Tensor, weight: Tensor, plan: RowPlan, *, pdl: bool = False) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), rounded as `activation.silu_mul` of the stored product.
 
@@ -221,8 +228,7 @@ def gated_product(x: Tensor, weight: Tensor, plan: RowPlan, *, pdl: bool = False
     Returns:
         [rows, inter] in x's dtype.
     """
-    one = plan.kind != "library" and plan.splits == 1 and plan.block_n > 1
-    if one and (plan.kind != "fma" or x.shape[1] <= plan.block_k):
+    if _gates(plan, x.shape[1]):
         return row_product(x, weight, plan, gated=True, pdl=pdl)
     product = row_product(x, weight, plan, pdl=pdl and plan.kind != "library")
     return silu_mul(product, dtype=x.dtype, pdl=pdl)
@@ -239,14 +245,16 @@ def row_product(
         x: [rows, K], contiguous along K; an `fma` plan takes one row, or up to four where its block holds all of K.
         weight: [N, K], contiguous.
         out: where to put the result; partial sums are float32 [plan.splits, rows, N].
-        gated: end in the activation of `gated_product`, which says what plans can.
+        gated: end in the activation, as `gated_product` asks of a plan that can.
     Returns:
-        [rows, N] in x's dtype where the plan has one split, else partial sums.
+        [rows, N] in x's dtype where the plan has one split, else partial sums; with `gated` [rows, N / 2].
 
     Raises:
-        ValueError: rows or a layout that the plan's kernel does not take.
+        ValueError: rows or a layout that the plan's kernel does not take, or a plan that cannot end in the activation.
     """
     rows, k = x.shape
+    if gated and not _gates(plan, k):
+        raise ValueError(f"a program of {plan} does not have all {k} inputs of a gate and its up row")
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if plan.kind == "library":
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
