@@ -615,6 +615,24 @@ def test_killed_in_the_middle_every_prompt_is_answered_once(stub: Stub, tmp_path
     assert max(stub.asked[f"p{line['line']}"] for line in survived) == 1
 
 
+def test_ctrl_c_between_a_write_and_its_note_counts_the_answer(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(3)]), tmp_path / "o.jsonl"
+    real = os.write
+
+    def interrupted(file: int, raw: bytes) -> int:
+        written = real(file, raw)
+        if raw.startswith(b'{"line"'):
+            raise KeyboardInterrupt
+        return written
+
+    monkeypatch.setattr(os, "write", interrupted)
+    run(["--endpoint", stub.url, "--prompts", str(prompts), "--out", str(out)], 130)
+    assert "stopped with 1 of 3 prompts answered" in capsys.readouterr().err
+    assert len(read(out)) == 1
+
+
 def test_ctrl_c_says_how_to_go_on(stub: Stub, tmp_path: Path) -> None:
     stub.delay = 0.05
     prompts, out = write(tmp_path / "p.jsonl", [{"prompt": f"p{n}"} for n in range(400)]), tmp_path / "o.jsonl"

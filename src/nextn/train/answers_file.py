@@ -97,6 +97,11 @@ class AnswersFile:
             raise NextnError(f"{self.path} could only be written in part.", "Make room, then run again.")
         self.done.add(number)
 
+    def count(self) -> int:
+        """Answers in the file, also one whose `append` was interrupted after it was written."""
+        with self.path.open("rb") as file:
+            return sum(1 for _ in file)
+
     def __enter__(self) -> AnswersFile:
         return self
 

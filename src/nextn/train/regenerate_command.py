@@ -179,7 +179,7 @@ def regenerate(
                     rate = tokens / (time.monotonic() - started)
                     bar.at(len(answers.done) + len(refused), f"{rate:.0f} tokens/s")
         except KeyboardInterrupt:
-            told = f"stopped with {len(answers.done)} of {count} prompts answered"
+            told = f"stopped with {answers.count()} of {count} prompts answered"
             print(f"{told}; the same command goes on from there", file=sys.stderr)
             raise
         new = len(answers.done) - before
