@@ -16,7 +16,7 @@ from nextn.engine.params import SamplingParams
 from tests.kernels.cases import DEVICE, DTYPES, error, randn, real
 
 pytest.importorskip("triton")
-from nextn.kernels import probs_triton, random_triton, tokens_triton
+from nextn.kernels import probs_triton, random_triton, settle_triton, tokens_triton
 
 WIDTHS = [(3, 50), (2, 5000), real(4, 248320)]
 
@@ -89,7 +89,7 @@ def test_what_follows_from_acceptance(batch: int, steps: int) -> None:
     )
     drafts, accepted = wide[:, 1 : steps + 1], lengths % (steps + 1)
     broken = lengths % 3 == 0
-    got = tokens_triton.settle(lengths, tokens, accepted, drafts, broken)
+    got = settle_triton.settle(lengths, tokens, accepted, drafts, broken)
     expected = sampling.settle(lengths, tokens, accepted, drafts, broken)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)

@@ -30,6 +30,7 @@ from nextn.kernels import (
     probs_triton,
     random_triton,
     rope_triton,
+    settle_triton,
     tokens_triton,
 )
 from nextn.kernels.delta import DeltaWeights
@@ -194,7 +195,7 @@ class FusedRunner(PlainRunner):
         )
 
     def settle(self, lengths: Tensor, tokens: Tensor, accepted: Tensor, drafts: Tensor, broken: Tensor) -> Settled:
-        return Settled(*tokens_triton.settle(lengths, tokens, accepted, drafts, broken, pdl=self.dependent))
+        return Settled(*settle_triton.settle(lengths, tokens, accepted, drafts, broken, pdl=self.dependent))
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         out = self._product(hidden.reshape(-1, hidden.shape[-1]), weight, hidden.shape[0])

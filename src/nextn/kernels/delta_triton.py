@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.delta import DeltaLog, DeltaWeights
+from nextn.kernels.delta_conv_triton import convolved, known_inputs, row_inputs, silu
 from nextn.kernels.load_triton import load_rows
 from nextn.kernels.support import splits_of
 
@@ -26,105 +27,6 @@ FEW = 32, 4
 FULL = 64
 """Columns from which on a program has no registers for the next row's vectors beside this one's."""
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit
-def _past(
-    ring: tl.tensor,
-    row: tl.tensor,
-    channel: tl.tensor,
-    before: tl.tensor,
-    columns: tl.tensor,
-    CHANNELS: tl.constexpr,
-    BACK: tl.constexpr,
-) -> tl.tensor:
-    """Inputs BACK positions before each row that lie in the ring: of the first BACK rows, 0 below position 0."""
-    position = before + row
-    known = (row < BACK) & (position >= 0) & (channel >= 0)
-    at = (position + columns) % columns * CHANNELS + channel
-    return tl.load(ring + at, mask=known, other=0.0)
-
-
-@triton.jit
-def _tap(conv: tl.tensor, channel: tl.tensor, BACK: tl.constexpr, KERNEL: tl.constexpr) -> tl.tensor:
-    """The convolution's weights for inputs BACK positions ago; 0 past its reach."""
-    inside = (channel >= 0) & (channel * 0 + BACK < KERNEL)
-    return tl.load(conv + channel * KERNEL + (KERNEL - 1 - BACK), mask=inside, other=0.0)
-
-
-@triton.jit
-def _known(
-    ring: tl.tensor,
-    conv: tl.tensor,
-    row: tl.tensor,
-    channel: tl.tensor,
-    first: tl.tensor,
-    columns: tl.tensor,
-    CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What some channels' convolution takes from earlier rounds: inputs 1 to 3 positions ago, weights of 0 to 3."""
-    return (
-        _past(ring, row, channel, first - 1, columns, CHANNELS, 1),
-        _past(ring, row, channel, first - 2, columns, CHANNELS, 2),
-        _past(ring, row, channel, first - 3, columns, CHANNELS, 3),
-        _tap(conv, channel, 0, KERNEL),
-        _tap(conv, channel, 1, KERNEL),
-        _tap(conv, channel, 2, KERNEL),
-        _tap(conv, channel, 3, KERNEL),
-    )
-
-
-@triton.jit
-def _convolved(
-    known: tl.tensor,
-    own: tl.tensor,
-    lines: tl.tensor,
-    row: tl.tensor,
-    channel: tl.tensor,
-    x_row: tl.tensor,
-    x_split: tl.tensor,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    dtype: tl.constexpr,
-) -> tl.tensor:
-    """The convolution and its activation, of `_known` and the rows' own inputs.
-
-    Fused multiply-adds by name, so that the same row rounds alike in a step of any number of rows.
-    """
-    x1, x2, x3, w0, w1, w2, w3 = known
-    x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    if ROWS > 1:
-        x1 += _own(lines, row, channel, x_row, x_split, ROWS, SPLITS, 1, dtype)
-    if ROWS > 2:
-        x2 += _own(lines, row, channel, x_row, x_split, ROWS, SPLITS, 2, dtype)
-    if ROWS > 3:
-        x3 += _own(lines, row, channel, x_row, x_split, ROWS, SPLITS, 3, dtype)
-    total = tl.fma(w1.to(tl.float32), x1, w0.to(tl.float32) * own)
-    total = tl.fma(w3.to(tl.float32), x3, tl.fma(w2.to(tl.float32), x2, total))
-    return total * tl.sigmoid(total)
-
-
-@triton.jit
-def _own(
-    lines: tl.tensor,
-    row: tl.tensor,
-    channel: tl.tensor,
-    x_row: tl.tensor,
-    x_split: tl.tensor,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BACK: tl.constexpr,
-    dtype: tl.constexpr,
-) -> tl.tensor:
-    """Inputs BACK positions before each row that are rows of this step."""
-    inside = (row >= BACK) & (row < ROWS) & (channel >= 0)
-    return load_rows(lines, (row - BACK) * x_row + channel, inside, x_split, SPLITS, dtype)
-
-
-@triton.jit
-def _silu(x: tl.tensor) -> tl.tensor:
-    return x * tl.sigmoid(x)
 
 
 @triton.jit
@@ -210,9 +112,9 @@ def _delta(
         start = states + ((at * SNAPSHOTS + chosen) * V_HEADS + head) * (K_DIM * V_DIM) + tile
     state = tl.load(start)
     window = ring + at * ring_columns * CHANNELS
-    q_known = _known(window, conv, row, cq, first, ring_columns, CHANNELS, KERNEL)
-    k_known = _known(window, conv, row, ck, first, ring_columns, CHANNELS, KERNEL)
-    v_known = _known(window, conv, row, cv, first, ring_columns, CHANNELS, KERNEL)
+    q_known = known_inputs(window, conv, row, cq, first, ring_columns, CHANNELS, KERNEL)
+    k_known = known_inputs(window, conv, row, ck, first, ring_columns, CHANNELS, KERNEL)
+    v_known = known_inputs(window, conv, row, cv, first, ring_columns, CHANNELS, KERNEL)
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     if SNAPSHOTS == 0:
@@ -228,14 +130,14 @@ def _delta(
         gdc_wait()
     lines = x + batch * ROWS * x_row
     heads = CHANNELS + V_HEADS * V_DIM
-    q0 = _own(lines, row, cq, x_row, x_split, ROWS, SPLITS, 0, dtype)
-    k0 = _own(lines, row, ck, x_row, x_split, ROWS, SPLITS, 0, dtype)
-    v0 = _own(lines, row, cv, x_row, x_split, ROWS, SPLITS, 0, dtype)
+    q0 = row_inputs(lines, row, cq, x_row, x_split, ROWS, SPLITS, 0, dtype)
+    k0 = row_inputs(lines, row, ck, x_row, x_split, ROWS, SPLITS, 0, dtype)
+    v0 = row_inputs(lines, row, cv, x_row, x_split, ROWS, SPLITS, 0, dtype)
     b = load_rows(lines, row * x_row + heads + head, row < ROWS, x_split, SPLITS, dtype)
     a = load_rows(lines, row * x_row + heads + V_HEADS + head, row < ROWS, x_split, SPLITS, dtype) + bias
-    q = _convolved(q_known, q0, lines, row, cq, x_row, x_split, ROWS, SPLITS, dtype)
-    k = _convolved(k_known, k0, lines, row, ck, x_row, x_split, ROWS, SPLITS, dtype)
-    v = _convolved(v_known, v0, lines, row, cv, x_row, x_split, ROWS, SPLITS, dtype)
+    q = convolved(q_known, q0, lines, row, cq, x_row, x_split, ROWS, SPLITS, dtype)
+    k = convolved(k_known, k0, lines, row, ck, x_row, x_split, ROWS, SPLITS, dtype)
+    v = convolved(v_known, v0, lines, row, cv, x_row, x_split, ROWS, SPLITS, dtype)
     q *= tl.rsqrt(tl.sum(q * q, 1)[:, None] + 1e-6) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 1)[:, None] + 1e-6)
     qk = tl.sum(q * k, 1)[:, None]
@@ -314,7 +216,7 @@ def _norm_gate(
     value = tl.load(o + at).to(tl.float32)
     gate_at = row * x_row + gate_column + head * V_DIM + dv
     gate = load_rows(x, gate_at, dv < V_DIM, x_split, SPLITS, out.dtype.element_ty)
-    value *= tl.rsqrt(tl.sum(value * value) / V_DIM + eps) * weight * _silu(gate)
+    value *= tl.rsqrt(tl.sum(value * value) / V_DIM + eps) * weight * silu(gate)
     tl.store(out + at, value.to(out.dtype.element_ty))
 
 
