@@ -45,8 +45,9 @@ PLANS = {
     "32": WIDE,
 }
 """Own products, with weights read before the wait of a dependent launch; the measured table lists no such shapes."""
-OTHERS = {**PLANS, "4": {"kind": "fma", "block_n": 2, "block_k": 1024}, "16": SPLIT}
-"""Of weights with fewer outputs than inputs."""
+WHOLE = 1024
+OTHERS = {**PLANS, "4": {"kind": "fma", "block_n": 2, "block_k": WHOLE}, "16": SPLIT}
+"""Of weights with fewer outputs than inputs, where a program can hold all of those."""
 ASKED: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"min_tokens": 9}, {"logit_bias": {3: 2.0}, "logprobs": 0}]
 
 
@@ -65,7 +66,7 @@ def models(dtype: torch.dtype, many: bool = False) -> tuple[Decoder, Drafter]:
 
 def plans_of(target: Decoder) -> RowPlans:
     shapes = [w.shape for w in target.parameters() if w.dim() == 2]
-    return RowPlans({f"{n}x{k}": PLANS if n > k else OTHERS for n, k in shapes})
+    return RowPlans({f"{n}x{k}": OTHERS if n <= k <= WHOLE else PLANS for n, k in shapes})
 
 
 def start(
