@@ -360,7 +360,7 @@ def page() -> str:
         "",
         "## What sampling costs",
         "",
-        source("sampled-h200.json", sampled),
+        f"{source('sampled-h200.json', sampled)} {sampled.get('note', '')}".rstrip(),
         "K = 3. A round turns seven rows of logits into probabilities, draws, and tests drafts against them. Random",
         "weights spread their probability wide, so that top-p alone cuts among many ids.",
         "",

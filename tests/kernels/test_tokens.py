@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextn.engine import random, sampling
-from nextn.engine.logits import SamplingState, process
+from nextn.engine.logits import SMALL_K, SamplingState, process
 from nextn.engine.params import SamplingParams
 from tests.kernels.cases import DEVICE, DTYPES, error, randn, real
 
@@ -145,13 +145,11 @@ CHOICES = [
 def processed(logits: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:
     """(kernel's, definition's) probabilities."""
     state = SamplingState.build(params, [[0]] * len(params), vocab_size=logits.shape[-1], device=DEVICE)
+    plan = state.plan
     got = probs_triton.process(
         logits,
-        state.temperature.view(-1),
-        state.top_k.view(-1) if state.plan.top_k else None,
-        state.top_p.view(-1) if state.plan.top_p else None,
-        state.min_p.view(-1),
-        state.greedy.view(-1),
+        *(x.view(-1) for x in (state.temperature, state.top_k, state.top_p, state.min_p, state.greedy)),
+        use=probs_triton.Use(SMALL_K if plan.small_k else 0, plan.rest, plan.rest_top_k, plan.rest_top_p),
     )
     return got, process(logits, state)
 
@@ -224,6 +222,33 @@ def test_any_filters_on_coarse_logits(data: st.DataObject) -> None:
     # A share that ends a few units in the last place from a logit's edge may fall on either side of it.
     assert ((got > 0) != (expected > 0)).sum() <= 1
     assert error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("width", [1000, 5000, real(248320)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_k_wherever_the_largest_lie(width: int, dtype: torch.dtype) -> None:
+    """Spread, side by side, more of one value than are sorted, and fewer than k that are not minus infinity."""
+    logits = randn(4, 2, width)
+    logits[1, :, 300:420] += 20
+    logits[2, :, 5::3] = 4.0
+    logits[3, :, 11:] = -torch.inf
+    logits[3, :, 777] = 2.0
+    logits = logits.to(dtype)
+    for k, share, least in ((20, 0.8, 0.0), (64, 1.0, 0.0), (1, 0.5, 0.0), (50, 0.999, 0.01), (33, 1e-9, 0.0)):
+        params = SamplingParams(temperature=0.7, top_k=k, top_p=share, min_p=least)
+        got, expected = processed(logits, [params] * 4)
+        assert torch.equal(got > 0, expected > 0)
+        assert error(got, expected) < 1e-6
+
+
+def test_a_row_has_the_same_bits_alone_as_in_any_batch() -> None:
+    """Whatever kernels the other requests need."""
+    params = [*CHOICES, SamplingParams(top_k=65, top_p=0.9), SamplingParams(top_k=64, top_p=0.9)]
+    logits = 3 * randn(len(params), 2, 2500, seed=3)
+    together, _ = processed(logits, params)
+    for i, own in enumerate(params):
+        alone, _ = processed(logits[i : i + 1].contiguous(), [own])
+        assert torch.equal(alone[0], together[i]), own
 
 
 def test_logits_of_minus_infinity_are_never_kept_with_mass() -> None:

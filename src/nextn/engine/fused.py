@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows, keep_inputs, prefill_delta
 from nextn.engine.draft_vocab import DraftVocab
+from nextn.engine.logits import SMALL_K
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import ACCEPT, DRAW, LANES, SamplingState, Settled, accept_greedy, adjust
 from nextn.kernels import (
@@ -169,13 +170,14 @@ class FusedRunner(PlainRunner):
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
         plan = state.plan
+        use = probs_triton.Use(SMALL_K if plan.small_k else 0, plan.rest, plan.rest_top_k, plan.rest_top_p)
+        # Raising bfloat16 to float32 first pays where the whole row is searched, and nowhere else.
+        if plan.adjusts or use.top_k or use.top_p:
+            logits = adjust(logits, state, drafts, first_row)
         return probs_triton.process(
-            adjust(logits, state, drafts, first_row).contiguous(),
-            state.temperature.view(-1),
-            state.top_k.view(-1) if plan.top_k else None,
-            state.top_p.view(-1) if plan.top_p else None,
-            state.min_p.view(-1),
-            state.greedy.view(-1),
+            logits.contiguous(),
+            *(x.view(-1) for x in (state.temperature, state.top_k, state.top_p, state.min_p, state.greedy)),
+            use=use,
             pdl=self.dependent,
         )
 
