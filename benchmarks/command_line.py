@@ -28,11 +28,13 @@ def positive(text: str) -> int:
 
 
 def need_gpu() -> None:
-    """End the process with a sentence where torch sees no GPU."""
+    """End the process with two sentences and code 2 where torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit(f"{Path(sys.argv[0]).name} measures on an NVIDIA GPU, and torch sees none here.")
+        print(f"{Path(sys.argv[0]).name} measures on an NVIDIA GPU, and torch sees none here.", file=sys.stderr)
+        print("Run it where `nvidia-smi` lists one, with a CUDA build of torch.", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def recorded(results: str = RESULTS) -> str:

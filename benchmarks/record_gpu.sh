@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the GPU tests, then record every GPU benchmark that docs/performance.md shows, but for the pair with SGLang.
+# Run the GPU tests, then record the GPU benchmarks of the engine: those of docs/performance.md but for the pair with
+# SGLang and what was tuned or tried, and the kernels one by one.
 #
 #   bash benchmarks/record_gpu.sh LOGS
 #

@@ -23,6 +23,9 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
 TIMES_FASTER = {("0.8b", 1, "round"): 3.0}
 """Beside SGLang: how many times faster at least, by geometry, batch and step or round; elsewhere faster at all."""
 
+WARM_START_UP = 20.0
+"""Seconds from weights on the GPU to the first answer, below which it must stay with a warm cache of kernels."""
+
 
 def ratio(row: Mapping[str, Any], what: str) -> float:
     """A row's step or round over its floor."""

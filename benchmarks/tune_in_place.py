@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.runtime.errors import OutOfResources
 
 from benchmarks.command_line import PRINTED, need_gpu, positive
 from benchmarks.decode_chain import Chain
+from benchmarks.extras import OutOfResources
 from benchmarks.geometries import GEOMETRIES, VOCAB
 from benchmarks.gpu_timing import captured, median_ms, provenance
 from benchmarks.tune_rows import BF16, run
+from nextn.engine.logits import power_of_two
 from nextn.kernels.row_plans import TABLE, RowPlan, RowPlans, measured_plans
 from nextn.kernels.rows_triton import FMA_ROWS, row_product
 
@@ -98,7 +98,7 @@ def takes(plan: RowPlan, k: int, rows: int) -> bool:
 
 def moves(plan: RowPlan, n: int, k: int, rows: int) -> Iterator[RowPlan]:
     """Neighbours of a plan that divide the shape evenly, and plans of each other kernel."""
-    whole = triton.next_power_of_2(k)
+    whole = power_of_two(k)
     for kind, plans in DEFAULTS.items():
         if kind == plan.kind:
             continue

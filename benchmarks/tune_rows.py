@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from benchmarks.command_line import PRINTED, need_gpu, positive
+from benchmarks.extras import OutOfResources
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_timing import captured, median_ms, provenance, read_gb_per_s
 from nextn.kernels.row_plans import LIBRARY, TABLE, RowPlan

@@ -43,6 +43,7 @@ from nextn.options import (
     SamplingOptions,
     as_prompts,
     check_options,
+    plain,
 )
 
 DRAFT_TOKENS = 3
@@ -116,8 +117,14 @@ def load(
     Raises:
         NextnError: nothing there, no head, quantised, incomplete or damaged weights.
     """
-    if not isinstance(source, str | Path | None):
-        raise NextnError(f"load was given a {type(source).__name__}.", "Give a folder, or a hub repository as text.")
+    for name, value in (("", source), (" as its head", head), (" as its cache_dir", cache_dir)):
+        if not isinstance(value, str | Path | None):
+            raise NextnError(
+                f"load was given a {type(value).__name__}{name}.", "Give a folder, or a hub repository as text."
+            )
+    for name, flag in (("mtp", mtp), ("separate_draft", separate_draft)):
+        _flag(name, flag)
+    _callable("progress", progress, "two numbers: bytes read, bytes in all")
     folder = local_folder(
         source if source is not None else embedded_model(), revision=revision, token=token, cache_dir=cache_dir
     )
@@ -159,6 +166,16 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     return f"{size / 1e9:.1f} GB of weights in {str(dtype).removeprefix('torch.')}"
 
 
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise NextnError(f"{name} is {value!r}.", "Give True or False.")
+
+
+def _callable(name: str, value: object, takes: str) -> None:
+    if value is not None and not callable(value):
+        raise NextnError(f"{name} is of type {type(value).__name__}.", f"Give a function of {takes}.")
+
+
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,7 +186,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError):
         raise NextnError(
-            f"There is no device {device} here.", "Use `cpu`, or `cuda` on a machine with a GPU."
+            f"There is no device {str(device) or repr(device)} here.", "Use `cpu`, or `cuda` on a machine with a GPU."
         ) from None
     return chosen
 
@@ -192,8 +209,8 @@ def sampling_params(model: Model, **options: Any) -> SamplingParams:
     given = {name: value for name, value in options.items() if value is not None}
     merged = {"max_tokens": MAX_NEW_TOKENS, **model.defaults.options, **given}
     merged.setdefault("temperature", 0.0)
-    if merged.get("min_tokens", 0) > merged["max_tokens"] and "max_tokens" not in given:
-        merged["max_tokens"] = merged["min_tokens"]
+    if "max_tokens" not in given and isinstance(least := merged.get("min_tokens"), int):
+        merged["max_tokens"] = max(merged["max_tokens"], least)
     return SamplingParams(**merged)
 
 
@@ -219,8 +236,7 @@ def generate(
             logits of a single prompt (of several, `finish_reason` and `error` say so).
     """
     on_step: Callable[[Step], None] | None = options.pop("on_step", None)
-    if on_step is not None and not callable(on_step):
-        raise NextnError(f"on_step is of type {type(on_step).__name__}.", "Give a function of one step.")
+    _callable("on_step", on_step, "one step")
     batch, single = as_prompts(prompts)
     run = Run(model, batch, **options)  # type: ignore[misc]
     for step in run:
@@ -255,8 +271,11 @@ def draft_vocabulary(model: Model, asked: DraftVocabulary) -> list[int] | None:
     Raises:
         NextnError: no ids, ids outside the vocabulary, another word than ``full``, and as `frequent_vocab`.
     """
+    asked = plain(asked)
     known = (
-        asked is None or asked == "full" or (isinstance(asked, int | Iterable) and not isinstance(asked, str | bool))
+        asked is None
+        or asked == "full"
+        or (isinstance(asked, int | Iterable) and not isinstance(asked, str | bytes | bool))
     )
     if not known:
         raise NextnError(f"draft_vocab is {repr(asked)[:40]}.", "Give ids, how many, or 'full'.")
@@ -299,6 +318,8 @@ class Run:
             draft_tokens = DRAFT_TOKENS if model.has_head else 0
         if draft_tokens != "auto" and (isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int)):
             raise NextnError(f"draft_tokens is {draft_tokens!r}.", "Give a whole number from 0 to 8, or 'auto'.")
+        _flag("exact", exact)
+        _callable("progress", progress, "two numbers: prompt positions done, in all")
         self.model, self.progress = model, progress
         lengths = AutoLength() if draft_tokens == "auto" else FixedLength(draft_tokens)
         vocab = draft_vocabulary(model, draft_vocab) if draft_tokens else None

@@ -133,7 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(130)
         if "NEXTN_TRACEBACK" in os.environ:
             raise
-        if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in str(error):
+        short = ("DefaultCPUAllocator", "failed to map segment", "Cannot allocate memory")
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or any(s in str(error) for s in short):
             print("error: The memory ran out.", file=sys.stderr)
             print("       Ask for less at once (batch sizes, lengths), or free memory.", file=sys.stderr)
             sys.exit(2)

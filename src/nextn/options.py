@@ -84,22 +84,22 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     Raises:
         NextnError: anything else.
     """
-    value = _plain(prompts)
+    value = plain(prompts)
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], str | list)):
         return [_prompt(value)], True
     if not isinstance(value, list):
         raise NextnError(
             f"A prompt is of type {type(prompts).__name__}.", "Give text, a list of token ids, or a list of these."
         )
-    return [_prompt(_plain(p)) for p in value], False
+    return [_prompt(plain(p)) for p in value], False
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arrays and tensors as lists, other sequences too; text and all else as it is."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return [_plain(v) if not isinstance(v, str | bytes) else v for v in value]
+        return [plain(v) if not isinstance(v, str | bytes) else v for v in value]
     return value
 
 

@@ -71,11 +71,40 @@ def test_no_script_writes_a_file_unasked() -> None:
 
 
 @pytest.mark.parametrize("name", GPU)
-def test_without_a_gpu_there_is_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_there_is_a_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"somewhere/{name}.py", *GPU[name]])
-    with pytest.raises(SystemExit, match=rf"^{name}\.py measures on an NVIDIA GPU, and torch sees none here\.$"):
+    with pytest.raises(SystemExit) as refused:
         importlib.import_module(f"benchmarks.{name}").main()
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(f"{name}.py measures on an NVIDIA GPU, and torch sees none here.\n")
+
+
+def test_without_triton_every_script_shows_its_help_or_says_what_to_install(tmp_path: Path) -> None:
+    """As after an installation without extras."""
+    program = tmp_path / "bare.py"
+    program.write_text(
+        "import contextlib, io, runpy, sys\n"
+        "sys.modules['triton'] = sys.modules['pytest'] = None\n"
+        "sys.path[0], *names = sys.argv[1:]\n"
+        "sys.argv[1:] = ['--help']\n"
+        "for name in names:\n"
+        "    for module in [m for m in sys.modules if m.split('.')[0] in ('benchmarks', 'tests')]:\n"
+        "        del sys.modules[module]\n"
+        "    out = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):\n"
+        "        try:\n"
+        "            runpy.run_module(f'benchmarks.{name}', run_name='__main__')\n"
+        "        except SystemExit as end:\n"
+        "            text, code = out.getvalue(), end.code or 0\n"
+        "    assert code == 0 or (code == 2 and 'pip install' in text), (name, code, text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program), str(ROOT), *SCRIPTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_script_that_records_its_gpu_refuses_without_one() -> None:

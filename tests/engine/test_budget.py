@@ -103,7 +103,7 @@ def test_a_list_that_memory_does_not_hold_at_once_takes_turns() -> None:
         found = decode(engine, prompts, max_tokens=20)
         assert engine.stats.cache_bytes <= one.stats.cache_bytes * share
         assert [s.tokens for s in found] == expected
-    with pytest.raises(NextnError, match=r"A sequence of \d+ positions takes .* GB are free"):
+    with pytest.raises(NextnError, match=r"A sequence of \d+ positions takes \d+\.\d\d MB; \d+\.\d\d MB are free"):
         decode(Engine(model, page_size=8, cache_bytes=one.stats.cache_bytes - 1), prompts, max_tokens=20)
 
 
@@ -135,6 +135,8 @@ def test_arriving_prompts_do_not_stop_those_that_decode() -> None:
 def test_no_pool_for_nobody() -> None:
     with pytest.raises(NextnError, match="no sequence"):
         Engine(decoder("qwen3")).scheduler([])
+    with pytest.raises(NextnError, match="of 1000000000000000 positions is asked for"):
+        Engine(decoder("qwen3")).scheduler([10**15])
 
 
 def test_what_is_free_respects_the_process_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,10 @@ def test_sampling_defaults_come_from_the_checkpoint(
         (["--prompt", ""], "The prompt is empty"),
         (["--prompt-ids", ""], "The prompt is empty"),
         (["--prompt-ids", "1,x"], "--prompt-ids is"),
+        (["--prompt-ids", "1,,2"], "--prompt-ids is"),
+        (["--prompt", "a", "--json", "--show-drafts"], "--show-drafts marks text"),
+        (["--prompt", "a", "--draft-vocab", "1.5"], "no whole number and no file"),
+        (["--prompt", "a", "--device", ""], "There is no device ''"),
         (["--prompt-ids", "4096"], "not in the vocabulary"),
         (["--prompt-ids", "-1"], "not in the vocabulary"),
         (["--prompt", "a", "-k", "0"], "--draft-tokens is 0"),
@@ -268,6 +272,11 @@ def test_python_api() -> None:
         ("a", {"draft_vocab": 3.5}, "draft_vocab is 3.5"),
         ("a", {"draft_vocab": True}, "draft_vocab is True"),
         ("a", {"draft_vocab": ["a"]}, "something else than whole numbers"),
+        ("a", {"draft_vocab": b"a"}, "draft_vocab is b'a'"),
+        ("a", {"max_tokens": "5"}, "max_tokens is 5"),
+        ("a", {"min_tokens": "5"}, "min_tokens is 5"),
+        ("a", {"exact": "yes"}, "exact is 'yes'"),
+        ("a", {"progress": 3}, "progress is of type int"),
         ("a", {"chunk": "a"}, "chunk is a"),
         ("a", {"chunk": 1.5}, "chunk is 1.5"),
         ("a", {"stop": 5}, "stop is 5"),
@@ -295,6 +304,14 @@ def test_python_load_refusals() -> None:
         load(dtype=torch.int8)
     with pytest.raises(NextnError, match="given a int"):
         load(5)  # type: ignore[arg-type]
+    with pytest.raises(NextnError, match="given a int as its head"):
+        load(head=5)  # type: ignore[arg-type]
+    with pytest.raises(NextnError, match="given a int as its cache_dir"):
+        load(cache_dir=5)  # type: ignore[arg-type]
+    with pytest.raises(NextnError, match="mtp is 'no'"):
+        load(mtp="no")  # type: ignore[arg-type]
+    with pytest.raises(NextnError, match="progress is of type int"):
+        load(progress=5)  # type: ignore[arg-type]
     with pytest.raises(NextnError, match="mtp=False"):
         load(mtp=False, separate_draft=True)
     with pytest.raises(NextnError, match="on_step is of type int"):

@@ -176,7 +176,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--draft-vocab", "40", "--draft-vocab-text", str(empty)], "empty.txt is empty"),
         (["--draft-vocab", str(ids), "--draft-vocab-text", str(text)], "how many"),
         (["--draft-vocab", "5000"], "does not fit"),
-        (["--draft-vocab", "nowhere.json"], "cannot be read"),
+        (["--draft-vocab", "nowhere.json"], "'nowhere.json', which is no whole number and no file"),
     ):
         code, _, err = command(capsys, *options)
         assert code == 2
@@ -190,3 +190,7 @@ def test_api_counts_for_itself() -> None:
     assert reduced.tokens == plain.tokens
     drafted = {d for r in reduced.draft_rounds for d in r.drafts}
     assert drafted <= set(read_ids(embedded_model() / "token_order.json")[:800]) | set(model.defaults.eos_ids)
+    first = torch.arange(800)
+    assert generate(model, "class Queue:", max_tokens=24, draft_vocab=first).draft_rounds == (
+        generate(model, "class Queue:", max_tokens=24, draft_vocab=first.tolist()).draft_rounds
+    )

@@ -39,7 +39,7 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt through the checkpoint's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing before.")] = False,
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="Mark accepted draft tokens (green) and rejected ones (red).")
     ] = False,
@@ -76,7 +76,7 @@ def generate(
         float | None, typer.Option(help="Keep the most probable tokens up to this mass.", rich_help_panel=SAMPLING)
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.", rich_help_panel=SAMPLING)
+        int | None, typer.Option(help="Keep the k most probable tokens; 0 or -1 is off.", rich_help_panel=SAMPLING)
     ] = None,
     min_p: Annotated[
         float | None,
@@ -149,6 +149,8 @@ def generate(
     ):
         if given_without:
             raise NextnError(f"{option} has no effect without {needed}.", f"Add {needed}, or leave {option} out.")
+    if show_drafts and as_json:
+        raise NextnError("--show-drafts marks text as it comes, and --json prints none.", "Leave one of them out.")
     if no_mtp and draft_tokens is not None:
         raise NextnError("--no-mtp contradicts --draft-tokens.", "Leave one of them out.")
     text = _prompt_text(prompt, prompt_file)
@@ -230,7 +232,11 @@ def generate(
 def check_vocab_text(asked: str | None, text: Path | None) -> None:
     """Refuse ``--draft-vocab-text`` where ``--draft-vocab`` is no count."""
     if text is not None and not (asked or "").isdecimal():
-        raise NextnError("--draft-vocab-text needs to know how many tokens to draft from.", "Give --draft-vocab N.")
+        given = f"--draft-vocab is {asked[:40]!r}" if asked else "there is no --draft-vocab"
+        raise NextnError(
+            f"--draft-vocab-text needs to know how many tokens to draft from, and {given}.",
+            "Give --draft-vocab N, or leave the text out.",
+        )
 
 
 def asked_vocab(model: Model, asked: str | None, text: Path | None = None) -> DraftVocabulary:
@@ -249,6 +255,11 @@ def asked_vocab(model: Model, asked: str | None, text: Path | None = None) -> Dr
     if not asked or asked.lstrip("-").isdecimal():
         raise NextnError(
             f"--draft-vocab is {asked[:20]!r}.",
+            f"Give how many ids, from 2 to {model.target.config.vocab}, a file of ids, or full.",
+        )
+    if not Path(asked).exists():
+        raise NextnError(
+            f"--draft-vocab is {asked[:60]!r}, which is no whole number and no file.",
             f"Give how many ids, from 2 to {model.target.config.vocab}, a file of ids, or full.",
         )
     return read_ids(Path(asked))
@@ -277,7 +288,7 @@ def _draft_tokens(text: str) -> int | Literal["auto"]:
 
 def _ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise NextnError(f"--prompt-ids is {text[:60]!r}.", "Give whole numbers with commas between: 1,2,3.") from None
 

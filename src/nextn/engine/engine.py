@@ -171,13 +171,19 @@ class Engine:
                 step holds `chunk` rows of prompts beside a round, so that nobody waits for long.
             prefilled: called with the rows of each prefill forward.
         Raises:
-            NextnError: no rooms, or not even the largest fits into memory.
+            NextnError: no rooms, one beyond the context, or not even the largest fits into memory.
         """
         odd = next((room for room in rooms if not _whole(room) or room < 1), None)
         if odd is not None or not rooms:
             raise NextnError(
                 "A pool for no sequence is asked for." if odd is None else f"A sequence of {odd!r} positions is none.",
                 "Give the positions of at least one sequence, whole numbers of 1 or more.",
+            )
+        context = self.target.config.max_positions
+        if max(rooms) > (most := context + 3 * (self.lengths.most + 1)):
+            raise NextnError(
+                f"A sequence of {max(rooms)} positions is asked for; the model's context is {context}.",
+                f"Give at most {most}, which leaves room for the rounds behind it.",
             )
         with device_errors("preparing to decode"):
             cache = self._cache(rooms)
@@ -266,8 +272,9 @@ def _whole(value: object) -> bool:
 
 
 def _too_large(what: str, positions: int, wanted: int, free: int) -> NextnError:
+    unit, name = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
     return NextnError(
-        f"{what} {wanted / 1e9:.1f} GB; {free / 1e9:.1f} GB are free, enough for about "
+        f"{what} {wanted / unit:.2f} {name}; {free / unit:.2f} {name} are free, enough for about "
         f"{int(positions * free / wanted)} positions.",
         "Lower max_tokens, the number of prompts at once or draft_tokens, or free memory that others hold.",
     )

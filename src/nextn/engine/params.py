@@ -26,7 +26,8 @@ class SamplingParams:
         top_p: keep the smallest set of most probable tokens whose probabilities add up to this; 1 is off.
         top_k: keep tokens at least as probable as the k-th; 0 or -1 is off.
         min_p: keep tokens at least this share as probable as the most probable one; 0 is off.
-        seed: makes the request repeatable for one draft length, whatever shares its batch; None draws one. Where the
+        seed: makes the request repeatable for one draft length, as far as its logits are: those of another batch can
+            differ by rounding, and sampled text with them, except in exact decoding. None draws one. Where the
             length follows the clock (`auto`), sampled text does too.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt or output; 1 is off.
         presence_penalty: subtracted from the logits of ids in the output.

@@ -107,7 +107,8 @@ class Printer:
 
 def summary(result: Generation, memory: Mapping[str, int]) -> str:
     """One line: tokens, speed, accept length, acceptance by position, memory."""
-    parts = [f"{len(result.tokens)} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s)"]
+    count = len(result.tokens)
+    parts = [f"{count} token{'s' * (count != 1)} in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s)"]
     if result.accept_length is not None:
         rates = " ".join(f"{rate:.2f}" for rate in result.acceptance)
         rounds = f"{result.rounds} round{'s' * (result.rounds != 1)}"
