@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +170,19 @@ def test_a_finished_run_started_again_tells_of_its_data(root: Path, tmp_path: Pa
         assert facts["data"] == read
     longer = runs.trainer(runs.config(tmp_path, root / "model", steps=40)).run()
     assert longer["data"] == read
+
+
+def test_a_head_without_checkpoints_is_not_replaced_without_a_word(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = runs.config(root, root / "model", steps=2, output=str(tmp_path / "head"))
+    words = [f"{k}={json.dumps(v)}" for k, v in made.model_dump(exclude_none=True).items()]
+    for told in (False, True):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *words])
+        assert ended.value.code == 0
+        assert ("begins anew: of the run before no checkpoint is left" in capsys.readouterr().err) == told
+        shutil.rmtree(tmp_path / "head" / "checkpoints")
 
 
 def test_longer_than_planned(root: Path) -> None:

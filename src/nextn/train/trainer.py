@@ -287,6 +287,8 @@ class Trainer:
         log = RunLog(self.output / "logs", self.config, self.step.done, quiet=self.quiet)
         if self.step.done:
             log.say(f"resumed after step {self.step.done}")
+        elif any(self.output.glob("*.safetensors")):
+            log.say("begins anew: of the run before no checkpoint is left; its head is replaced at the end")
         return log
 
     def _open(self, log: RunLog | None) -> None:
