@@ -320,16 +320,22 @@ def test_python_load_refusals() -> None:
         generate(load(), "a", draft_tokens="auto", seed=1, temperature=1.0)
 
 
-def test_a_prompt_that_breaks_leaves_the_others_alone() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}, {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.8},
+     {"temperature": 1.2, "seed": 3, "min_p": 0.1, "repetition_penalty": 1.2}, {"draft_tokens": 0, "logprobs": 2}],
+)  # fmt: skip
+def test_a_prompt_that_breaks_leaves_the_others_alone(options: dict[str, Any]) -> None:
     """An embedding of NaN: of several prompts the one that meets it ends in error, a single one is refused."""
     model = load()
     prompts = [[5, 6, 7], [5, 4000, 7], [9, 10]]
-    expected = [generate(model, p, max_tokens=12) for p in prompts]
+    options = {"max_tokens": 12, **options}
+    expected = [generate(model, p, **options) for p in prompts]
     assert not any(4000 in g.tokens for g in expected)
     # The output projection is the same tensor: its row of NaN would break every logit.
     plain = model.target.embed.forward
     model.target.embed.forward = lambda ids: plain(ids).masked_fill((ids == 4000)[..., None], torch.nan)  # type: ignore[method-assign]
-    found = generate(model, prompts, max_tokens=12)
+    found = generate(model, prompts, **options)
     assert [g.finish_reason for g in found] == ["length", "error", "length"]
     assert (found[0].tokens, found[2].tokens) == (expected[0].tokens, expected[2].tokens)
     assert found[1].tokens == []
@@ -338,7 +344,7 @@ def test_a_prompt_that_breaks_leaves_the_others_alone() -> None:
     assert found[1].error.startswith("The model's logits hold NaN or are infinite. Decode in another dtype")
     assert (found[0].error, "error" in found[0].as_json()) == (None, False)
     with pytest.raises(NextnError, match="NaN"):
-        generate(model, prompts[1], max_tokens=12)
+        generate(model, prompts[1], **options)
 
 
 def test_automatic_draft_length_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:

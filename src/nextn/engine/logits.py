@@ -67,7 +67,7 @@ class Plan:
         sampled = [p for p in params if not p.greedy]
         limits = [p.top_k for p in sampled if p.top_k > 0]
         top_p = any(p.top_p < 1 for p in sampled)
-        rest = [p for p in sampled if not 0 < p.top_k <= SMALL_K]
+        rest = [p for p in sampled if not 0 < min(p.top_k, vocab_size) <= SMALL_K]
         unlimited = any(p.top_p < 1 and p.top_k <= 0 for p in sampled)
         asked = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
@@ -366,7 +366,9 @@ def _top_k_top_p(scaled: Tensor, weights: Tensor, state: SamplingState) -> Tenso
         return weights
     goal = state.top_p * weights.sum(-1, keepdim=True, dtype=torch.float64)
     reached = masses.cumsum(-1, dtype=torch.float64)
-    cut = values.gather(-1, (reached - masses < goal).sum(-1, keepdim=True) - 1)
+    # Of broken logits (`broken_logits`) nothing is below the goal.
+    last = ((reached - masses < goal).sum(-1, keepdim=True) - 1).clamp(min=0)
+    cut = values.gather(-1, last)
     larger = (values > cut).sum(-1, keepdim=True)
     above = torch.where(larger > 0, reached.gather(-1, (larger - 1).clamp(min=0)), 0)
     allowed = ((goal - above) / cut.exp()).ceil().clamp(min=1)

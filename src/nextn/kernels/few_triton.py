@@ -1,8 +1,8 @@
 """Triton kernel that finds what a small top-k, then top-p and min-p keep of a row; for `probs_triton`.
 
-The k-th largest of the largest logits of groups of ids is not above the row's k-th largest logit, and few logits reach
-it: those are gathered, sorted and cut, one program a row. Where more than SLOTS reach it, as with many equal logits,
-their keys are halved instead, which takes longer.
+Keys are those of `cuts_triton`: unequal logits can have the same one. A key that the smallest keys of k groups of ids
+do not exceed is not below the row's k-th smallest, and few ids are within it: those are gathered, sorted and cut, one
+program a row. Where more than SLOTS are, as with many equal logits, their keys are halved instead, which takes longer.
 """
 
 from __future__ import annotations
@@ -16,23 +16,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nextn.kernels.tokens_triton import GROUP
 
 SLOTS = 128
-LOWEST = tl.constexpr(-2139095041)
-"""`_order` of minus infinity."""
+LARGEST = tl.constexpr(2139095039)
+"""Key of the largest finite distance; the ids behind it have no weight."""
 TILE = 2048
 """Logits, or gathered ids, looked at together."""
 
 
 @triton.jit
-def few(top_k: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
+def is_small(top_k: tl.tensor, SMALL_K: tl.constexpr) -> tl.tensor:
     """Whether a row is one of this kernel's, by its k."""
-    return (top_k > 0) & (top_k <= MOST)
-
-
-@triton.jit
-def _order(value: tl.tensor) -> tl.tensor:
-    """An int32 that orders as the float32; a NaN orders as infinity, as in `tokens_triton.block_best`."""
-    bits = tl.where(value != value, float("inf"), value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (top_k > 0) & (top_k <= SMALL_K)
 
 
 @triton.jit
@@ -104,7 +97,7 @@ def _sorted(
     least: tl.tensor,
     SLOTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(last id kept with its key, mass kept) as of `keep_few`, of at most SLOTS gathered ids."""
+    """(where the ids kept end, their mass) as of `keep_few`, of at most SLOTS gathered ids."""
     s = tl.arange(0, SLOTS)
     inside = s < count
     ids = tl.load(taken + s, mask=inside, other=0)
@@ -132,7 +125,7 @@ def _halved(
     least: tl.tensor,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """As `_sorted`, of any number."""
+    """As `_sorted`, of any number; the end may lie behind it, at an id that min-p refuses."""
     cut = _reach(logits, taken, count, best, temperature, k, False, TILE)
     allowed = count
     if share < 1:
@@ -178,7 +171,7 @@ def _keep_few(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
-    MOST: tl.constexpr,
+    SMALL_K: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -188,7 +181,7 @@ def _keep_few(
     row = tl.program_id(0).to(tl.int64)
     sequence = row // per_sequence
     k = tl.load(top_k + sequence).to(tl.int32)
-    if few(k, MOST):
+    if is_small(k, SMALL_K):
         warm = tl.load(temperature + sequence).to(tl.float32)
         share = tl.load(top_p + sequence)
         least = tl.load(min_p + sequence).to(tl.float32)
@@ -199,35 +192,35 @@ def _keep_few(
         g = tl.arange(0, PADDED)
         top = tl.load(tops + row * groups + g, mask=g < groups, other=float("-inf"))
         best = tl.max(top)
-        order = _order(top)
-        # The largest bound that k groups reach, or where there are fewer groups none.
-        enough = k <= groups
-        low = tl.where(enough, tl.min(tl.where(g < groups, order, 2147483647)), LOWEST)
-        high = tl.max(order).to(tl.int64) + 1
-        number = tl.where(enough, groups, k)
-        while (high - low > 1) & (number != k):
-            middle = ((low.to(tl.int64) + high) // 2).to(tl.int32)
-            reaching = tl.sum((order >= middle).to(tl.int32))
-            number = tl.where(reaching >= k, reaching, number)
-            low = tl.where(reaching >= k, middle, low)
-            high = tl.where(reaching >= k, high, middle.to(tl.int64))
+        near = tl.abs(tl.div_rn(best - top, warm)).to(tl.int32, bitcast=True)
+        near = tl.where(g < groups, near, 2147483647)
+        # A bound that as few groups as possible are within, but k at least; where there are not so many, LARGEST.
+        below = tl.full((), -1, tl.int32)
+        bound = tl.full((), LARGEST, tl.int32)
+        number = tl.maximum(tl.sum((near <= bound).to(tl.int32)), k)
+        while (bound - below > 1) & (number != k):
+            middle = below + (bound - below) // 2
+            within = tl.sum((near <= middle).to(tl.int32))
+            number = tl.where(within >= k, within, number)
+            bound = tl.where(within >= k, middle, bound)
+            below = tl.where(within >= k, below, middle)
 
-        reaches = (order >= low) & (g < groups)
-        place = tl.cumsum(reaches.to(tl.int32), 0) - 1
-        tl.store(chosen + place, g, mask=reaches)
-        many = tl.sum(reaches.to(tl.int32))
+        inside = near <= bound
+        place = tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(chosen + place, g, mask=inside)
+        many = tl.sum(inside.to(tl.int32))
         tl.debug_barrier()
         count = many * 0
         t = tl.arange(0, TILE)
         for start in range(0, many, TILE // GROUP):
             at = start + t // GROUP
             ids = tl.load(chosen + at, mask=at < many, other=0) * GROUP + t % GROUP
-            inside = (at < many) & (ids < width)
-            value = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
-            inside = inside & (_order(value) >= low)
-            rank = tl.cumsum(inside.to(tl.int32), 0)
-            tl.store(taken + count + rank - 1, ids, mask=inside)
-            count += tl.sum(inside.to(tl.int32))
+            there = (at < many) & (ids < width)
+            key, _ = _keys(logits, ids, there, best, warm)
+            there = there & (key <= bound)
+            rank = tl.cumsum(there.to(tl.int32), 0)
+            tl.store(taken + count + rank - 1, ids, mask=there)
+            count += tl.sum(there.to(tl.int32))
         tl.debug_barrier()
 
         if count <= SLOTS:
@@ -247,18 +240,19 @@ def keep_few(
     min_p: Tensor,
     taken: Tensor,
     *,
-    most: int,
+    small_k: int,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What remains of each row with a k from 1 to `most`; the other rows' results mean nothing.
+    """What remains of each row with a k from 1 to `small_k`; the other rows' results mean nothing.
 
     Args:
         logits: [rows, V], contiguous along V; tops: [rows, groups] float32, the largest of each GROUP ids.
         temperature, top_p, min_p: [B] float64, of rows / B rows each; top_k: [B] int64.
         taken: [rows, V] int32, work space.
     Returns:
-        (last [rows] int64: the key (`cuts_triton`) of the last id kept, times 2^32, plus that id; the mass of the ids
-        kept [rows] float64). Kept are all ids up to the last, in order of key and then id, whose weight min-p admits.
+        (last [rows] int64, a key times 2^32 plus an id, at which the ids kept end in order of key and then id; the mass
+        of the ids kept [rows] float64). Kept are those up to the last whose weight min-p admits. A row without a
+        finite largest logit keeps none.
     """
     rows, width = logits.shape
     groups, device = tops.shape[1], logits.device
@@ -283,7 +277,7 @@ def keep_few(
         GROUP=GROUP,
         TILE=TILE,
         SLOTS=SLOTS,
-        MOST=most,
+        SMALL_K=small_k,
         PADDED=triton.next_power_of_2(groups),
         PDL=pdl,
         num_warps=8,

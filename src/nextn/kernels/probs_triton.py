@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.cuts_triton import find_cut, row_keys
-from nextn.kernels.few_triton import few, keep_few
+from nextn.kernels.few_triton import is_small, keep_few
 from nextn.kernels.tokens_triton import BLOCK, GROUP, best_blocks, best_of_blocks
 
 
@@ -78,13 +78,13 @@ def _probs(
     blocks: tl.tensor,
     per_sequence: tl.tensor,
     BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
+    SMALL_K: tl.constexpr,
     REST: tl.constexpr,
     CUT: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Probabilities of a block: by what `keep_few` left where k is at most MOST, by cut and sums in the REST."""
+    """Probabilities of a block: by what `keep_few` left where k is at most SMALL_K, by cut and sums in the REST."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -109,11 +109,11 @@ def _probs(
             total += tl.where(kept_ties > 0, kept_ties.to(tl.float64) * tied_weight, 0.0)
         rank = tl.sum(tl.where(n < block, count, 0)) + tl.cumsum(level.to(tl.int32), 0)
         kept = below + tl.where(level & (rank <= allowed), weight, 0.0)
-    if MOST:
+    if SMALL_K:
         place = (key.to(tl.int64) << 32) | at.to(tl.int64)
         near = tl.where((place <= tl.load(last + row)) & (weight >= least), weight, 0.0)
         if REST:
-            own = few(tl.load(top_k + sequence), MOST)
+            own = is_small(tl.load(top_k + sequence), SMALL_K)
             kept = tl.where(own, near, kept)
             total = tl.where(own, tl.load(totals + row), total)
         else:
@@ -129,12 +129,12 @@ class Use:
     """What the sampled requests of a batch use.
 
     Attributes:
-        few: the largest k of the shorter way, where some request has one from 1 to that; 0 where none has.
+        small_k: up to this k a row's cuts are found by `few_triton`; 0 where no request has a k from 1 to that.
         rest: some request has no such k.
         top_k, top_p: filters that those requests have.
     """
 
-    few: int
+    small_k: int
     rest: bool
     top_k: bool
     top_p: bool
@@ -168,7 +168,7 @@ def process(
     per_sequence = rows // temperature.shape[0]
     device = logits.device
     groups = triton.cdiv(width, GROUP)
-    tops = torch.empty(rows, groups, dtype=torch.float32, device=device) if use.few else None
+    tops = torch.empty(rows, groups, dtype=torch.float32, device=device) if use.small_k else None
     values, ids = best_blocks(flat, tops=tops, pdl=pdl)
     blocks = values.shape[1]
     out = torch.empty(rows, width, dtype=torch.float32, device=device)
@@ -176,7 +176,7 @@ def process(
     totals: Tensor | None = None
     if tops is not None:
         work = out.view(torch.int32)
-        last, totals = keep_few(flat, tops, temperature, top_k, top_p, min_p, work, most=use.few, pdl=pdl)
+        last, totals = keep_few(flat, tops, temperature, top_k, top_p, min_p, work, small_k=use.small_k, pdl=pdl)
     cuts = torch.empty(2, rows, dtype=torch.int32, device=device)
     ties = torch.empty(rows, dtype=torch.int32, device=device)
     searches = [(limits, mass) for limits, mass, used in ((top_k, False, use.top_k), (top_p, True, use.top_p)) if used]
@@ -199,7 +199,7 @@ def process(
     common = {"BLOCK": BLOCK, "CUT": bool(searches), "PADDED": triton.next_power_of_2(blocks), "PDL": pdl}
     common |= {"num_warps": 4, "launch_pdl": pdl}
     grid, sizes = (blocks, rows), (flat.stride(0), width, blocks, per_sequence)
-    rest = use.rest or not use.few
+    rest = use.rest or not use.small_k
     if rest:
         _kept_sums[grid](flat, values, ids, temperature, min_p, cut, sums, tied, *sizes, **common)
     _probs[grid](
@@ -218,7 +218,7 @@ def process(
         tied,
         out,
         *sizes,
-        MOST=use.few,
+        SMALL_K=use.small_k,
         REST=rest,
         **common,
     )
