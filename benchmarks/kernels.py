@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from benchmarks.command_line import PRINTED, need_gpu, positive
 from benchmarks.decode_chain import BF16, Chain, Layer
 from benchmarks.geometries import GEOMETRIES, VOCAB
 from benchmarks.gpu_timing import captured, median_ms, provenance, read_gb_per_s
-from nextn.engine.logits import SMALL_K
 from nextn.kernels import (
     activation,
     activation_triton,
@@ -43,7 +41,6 @@ from nextn.kernels import (
     tokens_triton,
 )
 from nextn.kernels.delta import DeltaLog
-from nextn.kernels.probs_triton import Use
 from nextn.kernels.row_plans import measured_plans
 
 TOLERANCE = 1e-2
@@ -224,22 +221,19 @@ def token_cases(rows: int, l2_bytes: int) -> Iterator[Case]:
     logits = torch.randn(rows, VOCAB, device="cuda") * 3
     one = torch.ones(1, dtype=torch.float64, device="cuda")
     off = torch.zeros(1, dtype=torch.bool, device="cuda")
-    small, large = (torch.full((1,), k, device="cuda") for k in (20, 1000))
-    none = torch.zeros_like(small)
+    k = torch.full((1,), 50, device="cuda")
     draws = torch.rand(rows, dtype=torch.float64, device="cuda")
     size = logits.numel() * 4
     several = clones(logits, copies(size, l2_bytes))
     yield Case("argmax", size, [lambda x=x: tokens_triton.argmax(x, pdl=True) for x in several])
-    for name, top_k, top_p, use in (
-        ("temperature", none, one, Use(0, True, False, False)),
-        ("top_p", none, one * 0.9, Use(0, True, False, True)),
-        ("top_k of 1,000", large, one, Use(0, True, True, False)),
-        ("top_k of 20, top_p", small, one * 0.9, Use(SMALL_K, False, False, False)),
-    ):
+    for name, top_k, top_p in (("temperature", None, None), ("top_p", None, one * 0.9), ("top_k", k, None)):
         yield Case(
             f"process, {name}",
             2 * size,
-            [partial(probs_triton.process, x, one, top_k, top_p, one * 0, off, use=use, pdl=True) for x in several],
+            [
+                lambda x=x, top_k=top_k, top_p=top_p: probs_triton.process(x, one, top_k, top_p, one * 0, off, pdl=True)
+                for x in several
+            ],
         )
     probs = [torch.softmax(x, -1) for x in several]
     yield Case("sample", size, [lambda p=p: tokens_triton.sample(p, draws, pdl=True) for p in probs])

@@ -142,15 +142,6 @@ def test_graphs_equal_eager_rounds(dtype: torch.dtype, k: int, temperature: floa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", [{"top_k": 20, "top_p": 0.8}, {"top_p": 0.9}, {"top_k": 100, "min_p": 0.01}])
-def test_graphs_equal_eager_rounds_with_filters(asked: dict[str, Any]) -> None:
-    heat = (0.9, 0.0, 1.3)
-    expected = eager(*start(BF16, 3, temperature=heat, dependent=False, **asked), 12)
-    _, got = graphed(*start(BF16, 3, temperature=heat, **asked), 12)
-    assert got == expected
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("k", [2, 4])
 def test_graphs_equal_eager_rounds_where_padding_takes_the_rows_past_a_plan(k: int) -> None:
     """Three sequences of 5 rows are 15, which another plan serves than the 20 of four."""

@@ -7,7 +7,6 @@ the wrappers run on CPU tensors, and each launch compiles its kernel and starts 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,11 +69,9 @@ def compile_runner(dtype: torch.dtype, *, replay: bool) -> None:
     runner.best(logits[:, :1])
     tokens, accepted, broken = runner.accept_best(logits, drafts)
     runner.settle(committed, tokens, accepted, drafts, broken)
-    small = SamplingParams(temperature=0.7, top_p=0.9, top_k=9, min_p=0.1)
-    large = replace(small, top_k=900)
-    for params in ([small, SamplingParams(temperature=0.0)], [small, large], [large, large]):
-        state = SamplingState.build(params, [[0]] * 2, vocab_size=model.config.vocab)
-        probs = runner.process(logits, state, drafts)
+    params = [SamplingParams(temperature=0.7, top_p=0.9, top_k=9, min_p=0.1), SamplingParams(temperature=0.0)]
+    state = SamplingState.build(params, [[0]] * 2, vocab_size=model.config.vocab)
+    probs = runner.process(logits, state, drafts)
     draws = runner.uniforms(state.seed, torch.zeros(2, 4, dtype=torch.int64))
     runner.sample(probs, draws[..., 0])
     runner.accept(probs, drafts, probs[:, :3].contiguous(), draws)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = """_accept _accept_best _add_rms_norm _argmax _attend _block_sums _combine _cut _delta _few_rows _gather
-_inputs _keep_few _kept_sums _multiply_add _norm_gate _probs _qkv _residual_sums _rms_norm_pair _sample _search _settle
+_inputs _kept_sums _multiply_add _norm_gate _probs _qkv _residual_sums _rms_norm_pair _sample _search _settle
 _sigmoid_mul _silu_mul _uniforms block_best"""
 
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from nextn.engine.cache import Cache
 from nextn.engine.contexts import Rows, keep_inputs, prefill_delta
 from nextn.engine.draft_vocab import DraftVocab
-from nextn.engine.logits import SMALL_K, Plan
 from nextn.engine.runner import PlainRunner
 from nextn.engine.sampling import ACCEPT, DRAW, LANES, SamplingState, Settled, accept_greedy, adjust
 from nextn.kernels import (
@@ -49,11 +48,6 @@ EXACT_PARTS = 16
 
 def power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
-
-
-def used(plan: Plan) -> probs_triton.Use:
-    """What the kernels have to look at."""
-    return probs_triton.Use(SMALL_K if plan.small_k else 0, plan.rest, plan.rest_top_k, plan.rest_top_p)
 
 
 class FusedRunner(PlainRunner):
@@ -174,14 +168,14 @@ class FusedRunner(PlainRunner):
         return tokens_triton.accept_best(logits, drafts, pdl=self.dependent)
 
     def process(self, logits: Tensor, state: SamplingState, drafts: Tensor, first_row: int = 0) -> Tensor:
-        plan, use = state.plan, used(state.plan)
-        # Raising bfloat16 to float32 first pays where the whole row is searched, and nowhere else.
-        if plan.adjusts or use.top_k or use.top_p:
-            logits = adjust(logits, state, drafts, first_row)
+        plan = state.plan
         return probs_triton.process(
-            logits.contiguous(),
-            *(x.view(-1) for x in (state.temperature, state.top_k, state.top_p, state.min_p, state.greedy)),
-            use=use,
+            adjust(logits, state, drafts, first_row).contiguous(),
+            state.temperature.view(-1),
+            state.top_k.view(-1) if plan.top_k else None,
+            state.top_p.view(-1) if plan.top_p else None,
+            state.min_p.view(-1),
+            state.greedy.view(-1),
             pdl=self.dependent,
         )
 

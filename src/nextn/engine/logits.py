@@ -22,8 +22,6 @@ from nextn.errors import NextnError
 
 FEW = 1024
 """Largest logits that usually hold top-p's share of the probability."""
-SMALL_K = 64
-"""Up to this k a row's cuts are looked for among a few of its logits (`kernels.few_triton`)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,6 @@ class Plan:
         all_greedy, any_greedy: requests decoding greedily.
         top_k, top_p, min_p: filters in use by a sampled request.
         largest: how many of the largest logits the filters look at; V sorts them all, 0 sorts nothing.
-        small_k: a sampled request has a k from 1 to SMALL_K.
-        rest, rest_top_k, rest_top_p: a sampled request has no such k; filters in use by one of those.
         penalties, repetition, bias, min_tokens: adjustments in use.
         reported: most probable ids to report beside each token, at least as many as any request asks for; None where
             none asks for log probabilities.
@@ -47,10 +43,6 @@ class Plan:
     top_p: bool
     min_p: bool
     largest: int
-    small_k: bool
-    rest: bool
-    rest_top_k: bool
-    rest_top_p: bool
     penalties: bool
     repetition: bool
     bias: bool
@@ -67,7 +59,6 @@ class Plan:
         sampled = [p for p in params if not p.greedy]
         limits = [p.top_k for p in sampled if p.top_k > 0]
         top_p = any(p.top_p < 1 for p in sampled)
-        rest = [p for p in sampled if not 0 < min(p.top_k, vocab_size) <= SMALL_K]
         unlimited = any(p.top_p < 1 and p.top_k <= 0 for p in sampled)
         asked = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
@@ -77,10 +68,6 @@ class Plan:
             top_p=top_p,
             min_p=any(p.min_p > 0 for p in sampled),
             largest=vocab_size if unlimited else min(max(limits, default=0), vocab_size),
-            small_k=len(rest) < len(sampled),
-            rest=bool(rest),
-            rest_top_k=any(p.top_k > 0 for p in rest),
-            rest_top_p=any(p.top_p < 1 for p in rest),
             penalties=any(p.penalised for p in params),
             repetition=any(p.repetition_penalty != 1 for p in params),
             bias=any(p.logit_bias for p in params),

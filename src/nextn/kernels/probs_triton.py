@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nextn.kernels.cuts_triton import find_cut, row_keys
-from nextn.kernels.few_triton import is_small, keep_few
-from nextn.kernels.tokens_triton import BLOCK, GROUP, best_blocks, best_of_blocks
+from nextn.kernels.tokens_triton import BLOCK, best_blocks, best_of_blocks
 
 
 @triton.jit
@@ -63,11 +60,8 @@ def _probs(
     values: tl.tensor,
     ids: tl.tensor,
     temperature: tl.tensor,
-    top_k: tl.tensor,
     min_p: tl.tensor,
     greedy: tl.tensor,
-    last: tl.tensor,
-    totals: tl.tensor,
     cuts: tl.tensor,
     ties: tl.tensor,
     sums: tl.tensor,
@@ -78,13 +72,10 @@ def _probs(
     blocks: tl.tensor,
     per_sequence: tl.tensor,
     BLOCK: tl.constexpr,
-    SMALL_K: tl.constexpr,
-    REST: tl.constexpr,
     CUT: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Probabilities of a block: by what `keep_few` left where k is at most SMALL_K, by cut and sums in the REST."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -94,72 +85,40 @@ def _probs(
     best, token = best_of_blocks(values, ids, row, blocks, PADDED)
     at = block * BLOCK + tl.arange(0, BLOCK)
     warm = tl.load(temperature + sequence).to(tl.float32)
-    least = tl.load(min_p + sequence).to(tl.float32)
     key, weight = row_keys(logits, best, warm, row, at, row_stride, width)
-    if REST:
-        cut = tl.load(cuts + row) if CUT else tl.full((), 2147483647, tl.int32)
-        allowed = tl.load(ties + row) if CUT else tl.full((), 2147483647, tl.int32)
-        below, level = _keep(key, weight, cut, least)
-        n = tl.arange(0, PADDED)
-        total = tl.sum(tl.load(sums + row * blocks + n, mask=n < blocks, other=0.0))
-        count = tl.load(tied + row * blocks + n, mask=n < blocks, other=0)
-        if CUT:
-            tied_weight = tl.exp(-(cut.to(tl.float32, bitcast=True))).to(tl.float64)
-            kept_ties = tl.minimum(tl.sum(count), allowed)
-            total += tl.where(kept_ties > 0, kept_ties.to(tl.float64) * tied_weight, 0.0)
-        rank = tl.sum(tl.where(n < block, count, 0)) + tl.cumsum(level.to(tl.int32), 0)
-        kept = below + tl.where(level & (rank <= allowed), weight, 0.0)
-    if SMALL_K:
-        place = (key.to(tl.int64) << 32) | at.to(tl.int64)
-        near = tl.where((place <= tl.load(last + row)) & (weight >= least), weight, 0.0)
-        if REST:
-            own = is_small(tl.load(top_k + sequence), SMALL_K)
-            kept = tl.where(own, near, kept)
-            total = tl.where(own, tl.load(totals + row), total)
-        else:
-            kept = near
-            total = tl.load(totals + row)
+    cut = tl.load(cuts + row) if CUT else tl.full((), 2147483647, tl.int32)
+    allowed = tl.load(ties + row) if CUT else tl.full((), 2147483647, tl.int32)
+    below, level = _keep(key, weight, cut, tl.load(min_p + sequence).to(tl.float32))
+    n = tl.arange(0, PADDED)
+    total = tl.sum(tl.load(sums + row * blocks + n, mask=n < blocks, other=0.0))
+    count = tl.load(tied + row * blocks + n, mask=n < blocks, other=0)
+    if CUT:
+        tied_weight = tl.exp(-(cut.to(tl.float32, bitcast=True))).to(tl.float64)
+        kept_ties = tl.minimum(tl.sum(count), allowed)
+        total += tl.where(kept_ties > 0, kept_ties.to(tl.float64) * tied_weight, 0.0)
+    rank = tl.sum(tl.where(n < block, count, 0)) + tl.cumsum(level.to(tl.int32), 0)
+    kept = below + tl.where(level & (rank <= allowed), weight, 0.0)
     prob = tl.div_rn(kept, total.to(tl.float32))
     chosen = tl.where(at == token, 1.0, 0.0)
     tl.store(out + row * width + at, tl.where(tl.load(greedy + sequence) != 0, chosen, prob), mask=at < width)
 
 
-@dataclass(frozen=True)
-class Use:
-    """What the sampled requests of a batch use.
-
-    Attributes:
-        small_k: up to this k a row's cuts are found by `few_triton`; 0 where no request has a k from 1 to that.
-        rest: some request has no such k.
-        top_k, top_p: filters that those requests have.
-    """
-
-    small_k: int
-    rest: bool
-    top_k: bool
-    top_p: bool
-
-
 def process(
     logits: Tensor,
     temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
     min_p: Tensor,
     greedy: Tensor,
     *,
-    use: Use,
     pdl: bool = False,
 ) -> Tensor:
     """Probabilities to sample from; the definition is ``engine.logits.process`` after its adjustments.
 
-    A row's bits depend on its own logits and request alone.
-
     Args:
         logits: [B, T, V] or [B * T, V] with T rows a sequence in order, contiguous along V.
         temperature, min_p: [B] float64; greedy: [B] bool.
-        top_k: [B] int64, 0 is off; top_p: [B] float64, 1 is off.
-        use: what of this has to be looked at.
+        top_k: [B] int64, 0 is off; None where no request uses it. top_p: [B] float64, 1 is off; None likewise.
     Returns:
         float32, of the logits' shape.
     """
@@ -167,19 +126,13 @@ def process(
     rows, width = flat.shape
     per_sequence = rows // temperature.shape[0]
     device = logits.device
-    groups = triton.cdiv(width, GROUP)
-    tops = torch.empty(rows, groups, dtype=torch.float32, device=device) if use.small_k else None
-    values, ids = best_blocks(flat, tops=tops, pdl=pdl)
+    values, ids = best_blocks(flat, pdl=pdl)
     blocks = values.shape[1]
+    padded = triton.next_power_of_2(blocks)
     out = torch.empty(rows, width, dtype=torch.float32, device=device)
-    last: Tensor | None = None
-    totals: Tensor | None = None
-    if tops is not None:
-        work = out.view(torch.int32)
-        last, totals = keep_few(flat, tops, temperature, top_k, top_p, min_p, work, small_k=use.small_k, pdl=pdl)
     cuts = torch.empty(2, rows, dtype=torch.int32, device=device)
     ties = torch.empty(rows, dtype=torch.int32, device=device)
-    searches = [(limits, mass) for limits, mass, used in ((top_k, False, use.top_k), (top_p, True, use.top_p)) if used]
+    searches = [(limits, mass) for limits, mass in ((top_k, False), (top_p, True)) if limits is not None]
     for i, (limits, mass) in enumerate(searches):
         find_cut(
             flat,
@@ -196,30 +149,27 @@ def process(
     cut = cuts[len(searches) - 1] if searches else cuts
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     tied = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    common = {"BLOCK": BLOCK, "CUT": bool(searches), "PADDED": triton.next_power_of_2(blocks), "PDL": pdl}
-    common |= {"num_warps": 4, "launch_pdl": pdl}
-    grid, sizes = (blocks, rows), (flat.stride(0), width, blocks, per_sequence)
-    rest = use.rest or not use.small_k
-    if rest:
-        _kept_sums[grid](flat, values, ids, temperature, min_p, cut, sums, tied, *sizes, **common)
+    common = {"BLOCK": BLOCK, "CUT": bool(searches), "PADDED": padded, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+    grid = (blocks, rows)
+    _kept_sums[grid](
+        flat, values, ids, temperature, min_p, cut, sums, tied, flat.stride(0), width, blocks, per_sequence, **common
+    )
     _probs[grid](
         flat,
         values,
         ids,
         temperature,
-        top_k,
         min_p,
         greedy,
-        last,
-        totals,
         cut,
         ties,
         sums,
         tied,
         out,
-        *sizes,
-        SMALL_K=use.small_k,
-        REST=rest,
+        flat.stride(0),
+        width,
+        blocks,
+        per_sequence,
         **common,
     )
     return out.view(logits.shape)

@@ -13,8 +13,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 2048
-GROUP = 128
-"""Ids whose largest logit `best_blocks` can leave too."""
 
 
 @triton.jit
@@ -22,19 +20,13 @@ def block_best(
     logits: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
-    tops: tl.tensor,
     row_stride: tl.tensor,
     width: tl.tensor,
     blocks: tl.tensor,
-    groups: tl.tensor,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A block's largest logit and its lowest id; a NaN counts as the largest, and its id is stored as -1 - id.
-
-    With GROUP the largest logit of each so many ids, too.
-    """
+    """A block's largest logit and its lowest id; a NaN counts as the largest, and its id is stored as -1 - id."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
@@ -44,13 +36,7 @@ def block_best(
     value = tl.load(logits + row * row_stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
     broken = value != value
     value = tl.where(broken, float("inf"), value)
-    if GROUP:
-        top = tl.max(tl.reshape(value, [BLOCK // GROUP, GROUP]), 1)
-        n = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(tops + row * groups + n, top, mask=n < groups)
-        best = tl.max(top)
-    else:
-        best = tl.max(value)
+    best = tl.max(value)
     wrong = tl.max(broken.to(tl.int32)) > 0
     hit = tl.where(wrong, broken, value == best) & (at < width)
     first = tl.min(tl.where(hit, at, 2147483647))
@@ -303,31 +289,14 @@ def argmax(logits: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     return tokens, valid
 
 
-def best_blocks(logits: Tensor, *, tops: Tensor | None = None, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest logit of each block and its id: [rows, blocks] float32 and int32; read by `best_of_blocks`.
-
-    Args:
-        logits: [rows, V], contiguous along V.
-        tops: [rows, groups] float32, filled with the largest logit of each GROUP ids.
-    """
+def best_blocks(logits: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """The largest logit of each block and its id: [rows, blocks] float32 and int32; read by `best_of_blocks`."""
     rows, width = logits.shape
     blocks = triton.cdiv(width, BLOCK)
     values = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     block_best[(blocks, rows)](
-        logits,
-        values,
-        ids,
-        tops,
-        logits.stride(0),
-        width,
-        blocks,
-        0 if tops is None else tops.shape[1],
-        BLOCK=BLOCK,
-        GROUP=0 if tops is None else GROUP,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
+        logits, values, ids, logits.stride(0), width, blocks, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return values, ids
 
