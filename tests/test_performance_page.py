@@ -140,7 +140,10 @@ def test_start_up_says_what_was_done() -> None:
     times = {"start_up_cold_s": 11.7, "start_up_warm_s": 0.7, "prompt_tokens": 1024}
     text = " ".join(write_performance.start_up({"start_up": {"4b": times}}))
     assert "a prompt of 1,024 tokens and a round" in text
+    assert "under 20: met" in text
     assert "| 4b | 11.7 | 0.7 |" in text
+    slow = {"4b": times, "9b": {**times, "start_up_warm_s": 20.0}}
+    assert "under 20: missed" in " ".join(write_performance.start_up({"start_up": slow}))
     assert write_performance.start_up({"start_up": {}}) == []
 
 

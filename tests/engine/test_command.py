@@ -186,7 +186,7 @@ def test_sampling_defaults_come_from_the_checkpoint(
         (["--prompt-ids", "1,x"], "--prompt-ids is"),
         (["--prompt-ids", "1,,2"], "--prompt-ids is"),
         (["--prompt", "a", "--json", "--show-drafts"], "--show-drafts marks text"),
-        (["--prompt", "a", "--draft-vocab", "1.5"], "no whole number and no file"),
+        (["--prompt", "a", "--draft-vocab", "1.5"], "neither a count nor a file"),
         (["--prompt", "a", "--device", ""], "There is no device ''"),
         (["--prompt-ids", "4096"], "not in the vocabulary"),
         (["--prompt-ids", "-1"], "not in the vocabulary"),

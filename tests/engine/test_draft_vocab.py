@@ -176,7 +176,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--draft-vocab", "40", "--draft-vocab-text", str(empty)], "empty.txt is empty"),
         (["--draft-vocab", str(ids), "--draft-vocab-text", str(text)], "how many"),
         (["--draft-vocab", "5000"], "does not fit"),
-        (["--draft-vocab", "nowhere.json"], "'nowhere.json', which is no whole number and no file"),
+        (["--draft-vocab", "nowhere.json"], "'nowhere.json', which is neither a count nor a file"),
     ):
         code, _, err = command(capsys, *options)
         assert code == 2

@@ -309,7 +309,7 @@ def test_the_table_shows_every_measure(checkpoint: Path, tmp_path: Path, capsys:
         (["--data", "absent.jsonl", "--seed", "-1"], "--seed is -1"),
         (["--data", "absent.jsonl", "--seed", str(2**63)], f"--seed is {2**63}"),
         (["--data", "absent.jsonl", "--draft-vocab-text", "d.jsonl"], "needs to know how many"),
-        (["--data", "d.jsonl", "--draft-vocab", "absent"], "'absent', which is no whole number and no file"),
+        (["--data", "d.jsonl", "--draft-vocab", "absent"], "'absent', which is neither a count nor a file"),
         (["--data", "d.jsonl", "--draft-vocab", "d.jsonl"], "d.jsonl is not valid JSON"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from inspect import cleandoc
 from pathlib import Path
@@ -252,14 +253,9 @@ def asked_vocab(model: Model, asked: str | None, text: Path | None = None) -> Dr
         return "full" if asked else None
     if asked.isdecimal() and len(asked) <= LONGEST_ID:
         return api.frequent_vocab(model, int(asked), text)
-    if not asked or asked.lstrip("-").isdecimal():
+    if not os.path.exists(asked):  # also of what is no path at all
         raise NextnError(
-            f"--draft-vocab is {asked[:20]!r}.",
-            f"Give how many ids, from 2 to {model.target.config.vocab}, a file of ids, or full.",
-        )
-    if not Path(asked).exists():
-        raise NextnError(
-            f"--draft-vocab is {asked[:60]!r}, which is no whole number and no file.",
+            f"--draft-vocab is {asked[:60]!r}, which is neither a count nor a file.",
             f"Give how many ids, from 2 to {model.target.config.vocab}, a file of ids, or full.",
         )
     return read_ids(Path(asked))

@@ -180,7 +180,7 @@ class Engine:
                 "Give the positions of at least one sequence, whole numbers of 1 or more.",
             )
         context = self.target.config.max_positions
-        if max(rooms) > (most := context + 3 * (self.lengths.most + 1)):
+        if max(rooms) > (most := context + spare_positions(self.lengths.most, int(self.graphs))):
             raise NextnError(
                 f"A sequence of {max(rooms)} positions is asked for; the model's context is {context}.",
                 f"Give at most {most}, which leaves room for the rounds behind it.",
