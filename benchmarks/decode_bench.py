@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import extras  # noqa: F401
+from benchmarks import with_triton  # noqa: F401
 from benchmarks.decode_setup import CUDA, GREEDY, batch_of
 from benchmarks.geometries import VOCAB
 from nextn.engine.batch import Batch

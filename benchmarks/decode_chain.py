@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import extras  # noqa: F401
+from benchmarks import with_triton  # noqa: F401
 from benchmarks.geometries import VOCAB, Geometry
 from nextn.kernels import attention_triton, delta_triton, norm_triton, rope_triton, tokens_triton
 from nextn.kernels.delta import DeltaLog, DeltaWeights

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import extras  # noqa: F401
 from benchmarks.command_line import PRINTED, positive, recorded
 from tests.engine.traces import run_trace
 

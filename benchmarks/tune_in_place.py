@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.command_line import PRINTED, need_gpu, positive
 from benchmarks.decode_chain import Chain
-from benchmarks.extras import OutOfResources
 from benchmarks.geometries import GEOMETRIES, VOCAB
 from benchmarks.gpu_timing import captured, median_ms, provenance
 from benchmarks.tune_rows import BF16, run
+from benchmarks.with_triton import OutOfResources
 from nextn.engine.logits import power_of_two
 from nextn.kernels.row_plans import TABLE, RowPlan, RowPlans, measured_plans
 from nextn.kernels.rows_triton import FMA_ROWS, row_product

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.command_line import PRINTED, need_gpu, positive
-from benchmarks.extras import OutOfResources
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.gpu_timing import captured, median_ms, provenance, read_gb_per_s
+from benchmarks.with_triton import OutOfResources
 from nextn.kernels.row_plans import LIBRARY, TABLE, RowPlan
 from nextn.kernels.rows_triton import gated_product, row_product
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from nextn.engine.contexts import Rows
 from nextn.engine.graphs import Captured, GraphExecutor
 from nextn.engine.runner import PlainRunner
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Far(PlainRunner):
